@@ -1,0 +1,37 @@
+# Two commands: `make demo` shows it, `make test` proves it. Both need only Python 3.11+ and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.installed
+
+.PHONY: demo test lint fast bench clean help
+
+help:            ## show this list
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+demo: $(READY)   ## 200 virtual clients learn handwritten digits
+	$(BIN)/fedplat simulate
+
+test: $(READY)   ## lint, types, import contracts and all tests
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest
+
+fast: $(READY)   ## the tests that take no more than a few seconds each
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(READY)   ## ruff, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## speed and memory of the foundation, beside the limit
+	$(BIN)/python -m benchmarks.foundation
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+clean:           ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,5 @@
+"""`python -m fedplat` is `fedplat`."""
+
+from fedplat.cli import main
+
+main()

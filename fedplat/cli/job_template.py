@@ -1,0 +1,47 @@
+"""A job file that explains itself: every key with its description as a comment."""
+
+import textwrap
+from collections.abc import Iterator
+
+import tomli_w
+from pydantic import BaseModel
+
+from fedplat.job import Job
+
+HEADER = """\
+# A fedplat job. Keys that are commented out have no value by default.
+#   fedplat job check THIS-FILE     check it
+#   fedplat simulate THIS-FILE      run it on virtual clients
+"""
+
+
+def commented_toml(job: Job) -> str:
+    sections = [_section(name, getattr(job, name)) for name in Job.model_fields]
+    return HEADER + "".join(sections)
+
+
+def _section(path: str, model: BaseModel) -> str:
+    """One table: plain keys first, then sub-tables, as TOML wants it."""
+    summary = (type(model).__doc__ or "").strip().splitlines()[0]
+    lines = ["", f"# {summary}", f"[{path}]", *_keys(model)]
+    tables = [(name, getattr(model, name)) for name in type(model).model_fields]
+    subsections = [_section(f"{path}.{name}", value) for name, value in tables if isinstance(value, BaseModel)]
+    return "\n".join(lines) + "\n" + "".join(subsections)
+
+
+def _keys(model: BaseModel) -> Iterator[str]:
+    values = model.model_dump(mode="json")
+    for name, field in type(model).model_fields.items():
+        if isinstance(getattr(model, name), BaseModel):
+            continue
+        yield from textwrap.wrap(field.description or "", 100, initial_indent="# ", subsequent_indent="#   ")
+        yield f"# {name} =" if values[name] is None else f"{name} = {_inline(values[name])}"
+
+
+def _inline(value: object) -> str:
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{tomli_w.dumps({k: 0}).split(' =')[0]} = {_inline(v)}" for k, v in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(_inline(v) for v in value)}]"
+    return tomli_w.dumps({"v": value}).split("=", 1)[1].strip()

@@ -1,0 +1,55 @@
+"""What a person sees when a run is over: the result, the pictures, the next step."""
+
+from typing import TYPE_CHECKING
+
+from fedplat.job import Job
+from fedplat.rundir import RunDirectory
+from fedplat.summary import Summary, summarise, summarise_clients
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def print_report(run: RunDirectory, job: Job, console: "Console") -> Summary:
+    """Draw the plots, print the result and the next steps."""
+    with console.status("drawing plots …"):
+        draw_plots(run, job)
+    summary = summarise(run)
+    console.print(result_table(summary, job.evaluation.metric))
+    console.print(
+        f"[bold]run[/]    {run.path}   (job.toml, events.jsonl, model.safetensors)\n"
+        f"[bold]plots[/]  {run.plots / 'curves.png'}   {run.plots / 'clients.png'}\n"
+        f"[bold]next[/]   fedplat runs show {run.path}\n"
+        f"       fedplat data show                      who holds which digits\n"
+        f"       fedplat job init my-job.toml           your own job file\n"
+        f"       fedplat simulate --set server.strategy=FedAdam --set server.args.eta=0.05",
+        highlight=False,
+    )
+    return summary
+
+
+def draw_plots(run: RunDirectory, job: Job) -> None:
+    from fedplat.plots import plot_clients, plot_curves
+
+    plot_curves(summarise(run), job.evaluation.metric, run.plots / "curves.png")
+    clients = summarise_clients(run)
+    if clients:
+        plot_clients(clients, run.plots / "clients.png")
+
+
+def result_table(summary: Summary, metric: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name in dict.fromkeys((metric, "loss")):
+        value = summary.final(name)
+        if value is not None:
+            table.add_row(f"test {name}", f"[bold green]{value:.4f}[/]")
+    table.add_row("rounds", f"{summary.rounds} of {summary.planned_rounds} ({summary.reason or summary.status})")
+    table.add_row("updates", f"{summary.updates} accepted, {summary.failed} failed, late or refused")
+    table.add_row("speed", f"{summary.clients_per_s:.0f} clients/s, {summary.training_s:.1f} s of training rounds")
+    table.add_row("traffic", f"{summary.bytes_up / 1e6:.1f} MB up, {summary.bytes_down / 1e6:.1f} MB down")
+    if summary.model_sha256:
+        table.add_row("model", f"sha256 {summary.model_sha256}")
+    return table

@@ -1,0 +1,169 @@
+"""`fedplat simulate` and `fedplat resume`."""
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedplat.cli.options import JobFile, Json, Overrides, Quiet, RunReference, Verbose, set_up_logging
+from fedplat.events import Listener
+from fedplat.job import Job, load_job
+from fedplat.rundir import RunDirectory, find_run, new_run_path
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INTERRUPTED = 130
+Out = Annotated[Path | None, typer.Option("--out", help="Run directory to create; default: runs/<id>.")]
+TensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the run directory.")
+]
+Drive = Callable[[tuple[Listener, ...]], None]
+
+
+def simulate(
+    job_file: JobFile = None,
+    overrides: Overrides = None,
+    out: Out = None,
+    json_output: Json = False,
+    tensorboard: TensorBoard = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run a job on virtual clients in this process.
+
+    Examples:
+
+    - `fedplat simulate`  (200 clients learn handwritten digits)
+
+    - `fedplat simulate job.toml --set cohort.fraction=0.5 --set job.rounds=20`
+
+    - `fedplat simulate job.toml --out runs/mine --json`
+    """
+    started = time.perf_counter()
+    set_up_logging(verbose)
+    job = load_job(job_file, overrides or [])
+    console = _console(quiet, json_output)
+    with _loading(console):
+        from fedplat.cli.preflight import prepare
+        from simulations.simulate import simulate as run_simulation
+
+        job = prepare(job)
+    run = RunDirectory.create(out or new_run_path(job), job)
+    _run(
+        job,
+        run,
+        lambda listeners: run_simulation(job, run, listeners),
+        console,
+        json_output,
+        tensorboard,
+        started,
+    )
+
+
+def resume(
+    run_reference: RunReference,
+    json_output: Json = False,
+    tensorboard: TensorBoard = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Continue a run that was stopped, from its last committed round.
+
+    The final model equals, bit for bit, that of a run that was never stopped.
+
+    Examples:
+
+    - `fedplat resume latest`
+
+    - `fedplat resume runs/digits-demo-20261118-101500-ab12`
+    """
+    started = time.perf_counter()
+    set_up_logging(verbose)
+    run = find_run(run_reference)
+    job = run.job()
+    console = _console(quiet, json_output)
+    with _loading(console):
+        from server_app.run import require_resumable
+        from simulations.simulate import resume as resume_simulation
+
+        require_resumable(run)
+    _run(
+        job,
+        run,
+        lambda listeners: resume_simulation(run, listeners),
+        console,
+        json_output,
+        tensorboard,
+        started,
+    )
+
+
+def _console(quiet: bool, json_output: bool) -> "Console":
+    from rich.console import Console
+
+    # With --json, stdout belongs to the machine and people read stderr.
+    return Console(stderr=json_output, quiet=quiet)
+
+
+@contextlib.contextmanager
+def _loading(console: "Console") -> Iterator[None]:
+    with console.status("loading PyTorch and Flower …"):
+        yield
+
+
+def _run(
+    job: Job,
+    run: RunDirectory,
+    drive: Drive,
+    console: "Console",
+    json_output: bool,
+    tensorboard: bool,
+    started: float,
+) -> None:
+    """Drive a run with progress, then draw and report; say how to resume if it is stopped."""
+    from fedplat.cli.progress import LiveProgress, PlainProgress
+    from fedplat.cli.report import print_report
+
+    console.print(
+        f"[bold]{job.job.name}[/]: task {job.task.name}, {job.cohort.clients} clients, {job.cohort.cohort_size} per "
+        f"round, {job.server.strategy}, {job.job.rounds} rounds → {run.path}",
+        highlight=False,
+    )
+    listeners: list[Any] = []
+    if tensorboard:
+        from fedplat.tensorboard import TensorBoardWriter
+
+        listeners.append(TensorBoardWriter(run.path / "tensorboard"))
+    progress = (LiveProgress if console.is_terminal and not console.quiet else PlainProgress)(job, console)
+    try:
+        with _terminate_like_interrupt(), progress:
+            drive((progress, *listeners))
+    except KeyboardInterrupt:
+        typer.echo(f"\nstopped. Continue with: fedplat resume {run.path}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        for writer in listeners:
+            writer.close()
+    summary = print_report(run, job, console)
+    if json_output:
+        typer.echo(json.dumps(summary.as_json(time.perf_counter() - started)))
+
+
+@contextlib.contextmanager
+def _terminate_like_interrupt() -> Iterator[None]:
+    """SIGTERM stops a run as cleanly as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

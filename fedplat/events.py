@@ -1,0 +1,231 @@
+"""The event log of a run: `events.jsonl`, the one source of truth about what happened.
+
+One JSON object per line. Progress bar, plots, `fedplat runs` and TensorBoard all read it.
+The file is append-only. When a run is resumed, a `resumed` event names the last committed round;
+events of later rounds that stand before it were undone by the crash, and `read_events` drops them.
+
+`docs/run-directory.md` documents each event; `fedplat job schema --events` prints the JSON schema.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from fedplat.errors import UsageError
+
+Metrics = dict[str, float]
+
+
+class EventBase(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    time: float = Field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+
+class RunStarted(EventBase):
+    """The first event of every run."""
+
+    event: Literal["run_started"] = "run_started"
+    run: str
+    job_digest: str
+    """SHA-256 of the job's canonical JSON."""
+    clients: int
+    rounds: int
+    parameters: int
+    """Numbers in the arrays that travel."""
+    versions: dict[str, str]
+
+
+class RoundStarted(EventBase):
+    """A cohort was sampled and asked to train."""
+
+    event: Literal["round_started"] = "round_started"
+    round: int
+    cohort: list[str]
+
+
+class ClientTrained(EventBase):
+    """An update arrived and passed all checks."""
+
+    event: Literal["client_trained"] = "client_trained"
+    round: int
+    client: str
+    num_examples: int
+    update_norm: float
+    """L2 distance between the update and the global model."""
+    metrics: Metrics
+
+
+class ClientFailed(EventBase):
+    """A client gave no usable answer."""
+
+    event: Literal["client_failed"] = "client_failed"
+    round: int
+    client: str
+    phase: Literal["train", "evaluate"]
+    kind: Literal["error", "late", "refused"]
+    """error: the client reported one; late: no reply before the deadline; refused: the reply failed a check."""
+    reason: str
+    attempt: int
+
+
+class RoundFinished(EventBase):
+    """The round's updates were aggregated (or skipped)."""
+
+    event: Literal["round_finished"] = "round_finished"
+    round: int
+    aggregated: bool
+    accepted: int
+    failed: int
+    late: int
+    refused: int
+    metrics: Metrics
+    """Means over accepted updates, weighted by examples."""
+    seconds: float
+    bytes_down: int
+    bytes_up: int
+
+
+class Evaluated(EventBase):
+    """The global model was measured; round 0 is the initial model."""
+
+    event: Literal["evaluated"] = "evaluated"
+    round: int
+    where: Literal["server", "clients"]
+    num_examples: int
+    metrics: Metrics
+    best: bool = False
+    """The best value of evaluation.metric so far."""
+
+
+class ClientEvaluated(EventBase):
+    """One client's own evaluation on its held-out examples."""
+
+    event: Literal["client_evaluated"] = "client_evaluated"
+    round: int
+    client: str
+    num_examples: int
+    metrics: Metrics
+
+
+class Checkpointed(EventBase):
+    """A checkpoint was committed; `fedplat resume` continues after this round."""
+
+    event: Literal["checkpointed"] = "checkpointed"
+    round: int
+
+
+class Resumed(EventBase):
+    """The run went on from a checkpoint; earlier events of later rounds don't count."""
+
+    event: Literal["resumed"] = "resumed"
+    round: int
+
+
+class Interrupted(EventBase):
+    """The run was stopped by a person (Ctrl-C) or by SIGTERM; it can be resumed."""
+
+    event: Literal["interrupted"] = "interrupted"
+    round: int
+
+
+class RunFailed(EventBase):
+    """The run could not go on; it can be resumed once the reason is mended."""
+
+    event: Literal["run_failed"] = "run_failed"
+    round: int
+    reason: str
+
+
+class RunFinished(EventBase):
+    """The last event of a run that completed."""
+
+    event: Literal["run_finished"] = "run_finished"
+    round: int
+    reason: Literal["rounds", "target", "patience"]
+    """Why it ended: all rounds done, target reached, or no improvement for evaluation.patience."""
+    model_sha256: str
+    """SHA-256 of model.safetensors."""
+
+
+Event = (
+    RunStarted
+    | RoundStarted
+    | ClientTrained
+    | ClientFailed
+    | RoundFinished
+    | Evaluated
+    | ClientEvaluated
+    | Checkpointed
+    | Resumed
+    | Interrupted
+    | RunFailed
+    | RunFinished
+)
+Listener = Callable[[Event], None]
+EVENT = TypeAdapter[Event](Annotated[Event, Field(discriminator="event")])
+
+
+class EventLog:
+    """Appends events to the file and tells the listeners (progress bar, TensorBoard)."""
+
+    def __init__(self, path: Path, listeners: tuple[Listener, ...] = ()) -> None:
+        self._path = path
+        self._listeners = listeners
+        _drop_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, event: Event) -> None:
+        self._file.write(event.model_dump_json() + "\n")
+        self._file.flush()
+        for listener in self._listeners:
+            listener(event)
+
+    def sync(self) -> None:
+        """Make everything appended so far survive a power cut."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A crash in the middle of a write leaves half a line; cut it off before appending."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+def read_events(path: Path) -> list[Event]:
+    """All events that count, oldest first."""
+    events: list[Event] = []
+    for event in _parse_lines(path):
+        if isinstance(event, Resumed):
+            events = [e for e in events if getattr(e, "round", 0) <= event.round and not _is_ending(e)]
+        events.append(event)
+    return events
+
+
+def _is_ending(event: Event) -> bool:
+    return isinstance(event, Interrupted | RunFailed)
+
+
+def _parse_lines(path: Path) -> Iterator[Event]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: not found: this is not a fedplat run directory") from None
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was never finished
+        try:
+            yield EVENT.validate_python(json.loads(line))
+        except (ValidationError, ValueError) as error:
+            raise UsageError(f"{path}: line {number} is not an event ({error}): the run is corrupted") from None

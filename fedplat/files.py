@@ -1,0 +1,50 @@
+"""Durable files: written whole or not at all, whatever the moment of a crash.
+
+The order is the point: write to a hidden name, fsync the file, rename, fsync the directory.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Replace one file atomically."""
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        _write_synced(partial, content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def write_directory(path: Path, files: Mapping[str, bytes]) -> None:
+    """Create a directory with all its files in one atomic step."""
+    partial = path.with_name(f".{path.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        for name, content in files.items():
+            _write_synced(partial / name, content)
+        sync_directory(partial)
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    sync_directory(path.parent)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,72 @@
+"""The only place that touches Flower's internals, pinned to the version it was checked with.
+
+Three things have no public API in Flower 1.41: naming the task a process runs (needed before any
+`Message` can be made), giving a message an id, and an empty `Run`.
+"""
+
+import logging
+import uuid
+from importlib.metadata import version
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedplat.errors import UsageError
+
+CHECKED = "1.41."
+SERVER_NODE_ID = 1
+CLIENT_RAISED = 2
+"""Flower's error code for an exception in a ClientApp."""
+
+
+def require_checked_version() -> None:
+    installed = version("flwr")
+    if not installed.startswith(CHECKED):
+        raise UsageError(
+            f"flwr {installed} is installed; fedplat was checked with {CHECKED}*: pip install 'flwr=={CHECKED}*'"
+        )
+
+
+def become_server(run_id: int) -> None:
+    """Let this process create messages as the server of a run."""
+    require_checked_version()
+    TaskIdentity.task_id = run_id
+    TaskIdentity.run_id = run_id
+    TaskIdentity.node_id = SERVER_NODE_ID
+
+
+def empty_run(run_id: int) -> Run:
+    return Run.create_empty(run_id)
+
+
+def stamp(message: Message) -> str:
+    """Give a message the id that a SuperLink would give it."""
+    message_id = uuid.uuid4().hex
+    message.metadata.__dict__["_message_id"] = message_id
+    return message_id
+
+
+def private_copy(message: Message) -> Message:
+    """The message as one client sees it: strategies send one shared content to the whole cohort."""
+    content = RecordDict()
+    for key, record in message.content.items():
+        content[key] = record.copy()
+    copy: Message = Message(content=content, metadata=message.metadata)  # type: ignore[call-overload]
+    return copy
+
+
+def error_reply(message: Message, reason: str) -> Message:
+    return Message(Error(code=CLIENT_RAISED, reason=reason), reply_to=message)
+
+
+Config = dict[str, bool | float | int | str]
+
+
+def new_context(run_id: int, node_id: int, node_config: Config, run_config: Config) -> Context:
+    return Context(run_id=run_id, node_id=node_id, node_config=node_config, state=RecordDict(), run_config=run_config)
+
+
+def quiet_logging(level: int = logging.WARNING) -> None:
+    """Flower logs every phase at INFO; our progress bar says it better."""
+    logging.getLogger("flwr").setLevel(level)

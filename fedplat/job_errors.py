@@ -1,0 +1,72 @@
+"""Turn pydantic's validation errors into sentences a person can act on.
+
+cohort.fraction must be ≤ 1 (got 2.0)
+unknown key 'cohort.fractoin' (did you mean 'cohort.fraction'?)
+"""
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from fedplat.errors import nearest, unknown_name
+from fedplat.partition_spec import KINDS
+
+_BOUNDS = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", "≥"),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "≤"),
+}
+
+
+def describe_errors(error: ValidationError, model: type[BaseModel]) -> str:
+    """All problems of a job, one sentence each."""
+    return "; ".join(_describe(detail, model) for detail in error.errors())
+
+
+def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    key = _dotted(detail["loc"])
+    kind, context, given = detail["type"], detail.get("ctx", {}), detail.get("input")
+    if kind == "extra_forbidden":
+        return _unknown_key(key, model)
+    if kind in _BOUNDS:
+        field, sign = _BOUNDS[kind]
+        return f"{key} must be {sign} {context[field]} (got {given!r})"
+    if kind == "union_tag_invalid":
+        return f"{key}.kind: {unknown_name('partitioner', str(context['tag']), KINDS)}"
+    if kind == "union_tag_not_found":
+        return f"{key} needs kind = one of {', '.join(KINDS)}"
+    if kind == "literal_error":
+        return f"{key} must be one of {context['expected']} (got {given!r})"
+    if kind == "value_error":
+        return f"{key}: {context['error']}" if key else str(context["error"])
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"{key}: {message} (got {given!r})"
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    # Pydantic puts the tag of a discriminated union into the path; a person didn't write it there.
+    parts = [str(part) for part in location]
+    if parts[:2] == ["data", "partition"] and len(parts) > 2 and parts[2] in KINDS:
+        del parts[2]
+    return ".".join(parts)
+
+
+def _unknown_key(key: str, model: type[BaseModel]) -> str:
+    valid = list(_all_keys(model))
+    section, _, name = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in valid if k.rpartition(".")[0] == section]
+    elsewhere = next((k for k in valid if k.rpartition(".")[2] == name), None)
+    sibling = nearest(name, siblings)
+    guess = elsewhere or (f"{section}.{sibling}".lstrip(".") if sibling else nearest(key, valid))
+    hint = f" (did you mean '{guess}'?)" if guess else ""
+    place = f"in [{section}]" if section else "sections"
+    return f"unknown key '{key}'{hint}" + (f". Valid {place}: {', '.join(siblings)}" if siblings else "")
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _all_keys(field.annotation, f"{prefix}{name}.")

@@ -1,0 +1,125 @@
+"""The model of a job: how it starts, which of its tensors travel, how arrays go in and out.
+
+What travels is everything in the model's state except what `task.freeze` names: trainable
+parameters and buffers. Frozen tensors come from `task.init_from` (or the seed) at every party
+and never cross the network.
+"""
+
+import fnmatch
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+import torch
+from torch import Tensor, nn
+
+from fedplat.errors import UsageError
+from fedplat.job import Job
+from fedplat.streams import torch_seeded
+from fedplat.task import Task
+
+Arrays = dict[str, np.ndarray]
+_TRAVEL_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def build_model(job: Job, task: Task) -> nn.Module:
+    """The initial model: seeded, optionally loaded from a file, with frozen parameters marked."""
+    with torch_seeded(job.job.seed, "model"):
+        model = task.model()
+    if job.task.init_from is not None:
+        load_file(model, Path(job.task.init_from), job.task.init_sha256)
+    _freeze(model, job.task.freeze)
+    return model
+
+
+def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    names = list(model.state_dict())
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UsageError(f"task.freeze: '{pattern}' matches no parameter. The model has: {', '.join(names)}")
+    for name, parameter in model.named_parameters():
+        if _is_frozen(name, patterns):
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("task.freeze leaves nothing to train: narrow its patterns")
+
+
+def _is_frozen(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def travelling_state(model: nn.Module, freeze: tuple[str, ...]) -> dict[str, Tensor]:
+    """The live tensors that travel between server and clients, by name."""
+    state = {name: t for name, t in model.state_dict().items() if not _is_frozen(name, freeze)}
+    for name, tensor in state.items():
+        if tensor.dtype not in _TRAVEL_DTYPES:
+            raise UsageError(
+                f"model tensor '{name}' is {tensor.dtype}: keep weights in float32 and set local.precision = 'bf16'"
+            )
+    return state
+
+
+def set_training(model: nn.Module, freeze: tuple[str, ...]) -> None:
+    """Training mode, except for modules whose buffers are frozen (a frozen BatchNorm must not move)."""
+    model.train()
+    for prefix, module in model.named_modules():
+        buffers = [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)]
+        if buffers and all(_is_frozen(name, freeze) for name in buffers):
+            module.eval()
+
+
+@torch.no_grad()
+def read_arrays(state: Mapping[str, Tensor]) -> Arrays:
+    """Copies of the tensors as NumPy arrays."""
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
+
+
+@torch.no_grad()
+def write_arrays(state: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -> None:
+    """Copy arrays into the live tensors; names and shapes must match exactly."""
+    if arrays.keys() != state.keys():
+        difference = sorted(arrays.keys() ^ state.keys())
+        raise ValueError(f"arrays don't fit the model: {', '.join(difference[:5])}")
+    for name, tensor in state.items():
+        array = arrays[name]
+        if tuple(array.shape) != tuple(tensor.shape):
+            raise ValueError(f"array '{name}' has shape {array.shape}, the model has {tuple(tensor.shape)}")
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)).reshape(tensor.shape))
+
+
+def file_sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"task.init_from: {path} can't be read: {error.strerror}") from None
+
+
+def load_file(model: nn.Module, path: Path, sha256: str | None) -> None:
+    """Transfer learning: copy every tensor whose name and shape the model has."""
+    found = file_sha256(path)
+    if sha256 is not None and found != sha256:
+        raise UsageError(f"task.init_from: {path} has SHA-256 {found}, the job says {sha256}")
+    try:
+        arrays = safetensors.numpy.load_file(path)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise UsageError(f"task.init_from: {path} is not a safetensors file: {error}") from None
+    state = model.state_dict()
+    shared = {n: a for n, a in arrays.items() if n in state and tuple(a.shape) == tuple(state[n].shape)}
+    if not shared:
+        raise UsageError(
+            f"task.init_from: no tensor of {path} fits the model. It has {', '.join(arrays)}; "
+            f"the model has {', '.join(state)}"
+        )
+    write_arrays({name: state[name] for name in shared}, shared)

@@ -1,0 +1,131 @@
+"""Pictures of a run, a comparison and a partition. Drawn off-screen, saved as PNG."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedplat.summary import ClientSummary, Summary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREY = "#1f6fb4", "#e07b39", "#888888"
+
+
+def _figure(columns: int, title: str) -> "tuple[Figure, list[Axes]]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * columns, 3.8), dpi=120, layout="constrained")
+    axes = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
+    figure.suptitle(title, fontsize=11)
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _curve(axis: "Axes", table: Mapping[int, Mapping[str, float]], metric: str, label: str, color: str | None) -> None:
+    points = [(number, values[metric]) for number, values in sorted(table.items()) if metric in values]
+    if points:
+        axis.plot(*zip(*points, strict=True), label=label, color=color, linewidth=1.6)
+
+
+def plot_curves(summary: Summary, metric: str, path: Path) -> None:
+    """Loss and the watched metric over rounds."""
+    figure, (left, right) = _figure(2, f"{Path(summary.run).name}: {summary.clients} clients")
+    _curve(left, summary.train, "loss", "training (cohort)", GREY)
+    _curve(left, summary.server, "loss", "test", BLUE)
+    _curve(left, summary.on_clients, "loss", "clients' held-out", ORANGE)
+    left.set(xlabel="round", ylabel="loss")
+    _curve(right, summary.server, metric, "test", BLUE)
+    _curve(right, summary.on_clients, metric, "clients' held-out", ORANGE)
+    right.set(xlabel="round", ylabel=metric)
+    if summary.best_round is not None and metric in summary.server.get(summary.best_round, {}):
+        value = summary.server[summary.best_round][metric]
+        right.plot([summary.best_round], [value], "o", color=BLUE)
+        right.annotate(
+            f"best {value:.4f}",
+            (summary.best_round, value),
+            (-12, -16),
+            textcoords="offset points",
+            ha="right",
+        )
+    for axis in (left, right):
+        if axis.lines:
+            axis.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_clients(clients: Mapping[str, ClientSummary], path: Path) -> None:
+    """How clients differ: loss against amount of data, how often each took part, size of updates."""
+    figure, (left, middle, right) = _figure(3, f"{len(clients)} clients that took part")
+    sizes = [client.num_examples for client in clients.values()]
+    left.scatter(sizes, [client.losses[-1] for client in clients.values()], s=14, alpha=0.6, color=BLUE)
+    left.set(xlabel="examples", ylabel="last training loss")
+    middle.hist([len(client.rounds) for client in clients.values()], bins=20, color=BLUE, alpha=0.8)
+    middle.set(xlabel="rounds taken part in", ylabel="clients")
+    right.scatter(sizes, [float(np.mean(c.norms)) for c in clients.values()], s=14, alpha=0.6, color=ORANGE)
+    right.set(xlabel="examples", ylabel="mean update norm")
+    _save(figure, path)
+
+
+def plot_comparison(summaries: Sequence[Summary], metric: str, path: Path) -> None:
+    """The same metric of several runs in one picture, over rounds and over training time."""
+    figure, (left, right) = _figure(2, f"{metric} at the server")
+    for summary in summaries:
+        label = Path(summary.run).name
+        _curve(left, summary.server, metric, label, None)
+        points = [(n, v[metric]) for n, v in sorted(summary.server.items()) if metric in v]
+        per_round = summary.training_s / summary.rounds if summary.rounds else 0.0
+        if points:
+            right.plot([n * per_round for n, _ in points], [v for _, v in points], label=label, linewidth=1.6)
+    left.set(xlabel="round", ylabel=metric)
+    right.set(xlabel="training seconds", ylabel=metric)
+    left.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def plot_partition(parts: Sequence[np.ndarray], labels: np.ndarray | None, title: str, path: Path) -> None:
+    """Examples per client, coloured by label where there are labels."""
+    figure, (left, right) = _figure(2, title)
+    clients = np.arange(len(parts))
+    if labels is None:
+        left.bar(clients, [len(part) for part in parts], width=1.0, color=BLUE)
+    else:
+        _stacked(left, label_counts(parts, labels))
+    left.set(xlabel="client", ylabel="examples")
+    right.hist([len(part) for part in parts], bins=min(30, len(parts)), color=BLUE, alpha=0.8)
+    right.set(xlabel="examples per client", ylabel="clients")
+    _save(figure, path)
+
+
+def label_counts(parts: Sequence[np.ndarray], labels: np.ndarray) -> dict[int, np.ndarray]:
+    """For each label, how many examples of it every client has."""
+    return {int(label): np.array([np.sum(labels[part] == label) for part in parts]) for label in np.unique(labels)}
+
+
+def _stacked(axis: "Axes", counts: Mapping[int, np.ndarray]) -> None:
+    from matplotlib import colormaps
+
+    colors = colormaps["tab20" if len(counts) > 10 else "tab10"]
+    below = np.zeros(len(next(iter(counts.values()))))
+    for position, (label, count) in enumerate(counts.items()):
+        axis.bar(
+            np.arange(len(count)),
+            count,
+            bottom=below,
+            width=1.0,
+            color=colors(position % colors.N),
+            label=str(label),
+        )
+        below += count
+    if len(counts) <= 20:
+        axis.legend(title="label", fontsize=6, title_fontsize=7, ncols=2, frameon=False)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,0 +1,66 @@
+"""What a server and a client say to each other, in Flower records.
+
+A request carries the global arrays and an identity: job digest, round, attempt. Nothing else that
+it says is obeyed: hyper-parameters come from the job. A reply carries the update, its metrics, and the
+identity it answers, so that the server can tell a stale or misdirected reply from a fresh one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+ARRAYS, CONFIG, METRICS, IDENTITY = "arrays", "config", "metrics", "identity"
+NUM_EXAMPLES = "num-examples"
+JOB_KEY = "job"
+"""The one run-config key that carries the job."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which release a message is about. Flower's own run id changes when a server restarts; this doesn't."""
+
+    job: str
+    round: int
+    attempt: int
+    client: str = ""
+
+    def record(self) -> ConfigRecord:
+        return ConfigRecord({"job": self.job, "round": self.round, "attempt": self.attempt, "client": self.client})
+
+    @classmethod
+    def of(cls, content: RecordDict, key: str) -> "Identity":
+        record = content.config_records.get(key)
+        if record is None:
+            raise ValueError(f"message has no '{key}' record")
+        fields = {name: record.get(name, "") for name in ("job", "round", "attempt", "client")}
+        job, number, attempt, client = fields.values()
+        if not (isinstance(job, str) and isinstance(client, str)):
+            raise ValueError("identity: job and client must be text")
+        if not (isinstance(number, int) and isinstance(attempt, int)):
+            raise ValueError("identity: round and attempt must be whole numbers")
+        return cls(job, number, attempt, client)
+
+
+def encode_arrays(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+
+
+def decode_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def reply_content(
+    identity: Identity, num_examples: int, metrics: Mapping[str, float], arrays: ArrayRecord | None = None
+) -> RecordDict:
+    values: dict[str, int | float | list[int] | list[float]] = {NUM_EXAMPLES: num_examples, **metrics}
+    content = RecordDict({METRICS: MetricRecord(values), IDENTITY: identity.record()})
+    if arrays is not None:
+        content[ARRAYS] = arrays
+    return content
+
+
+def payload_bytes(content: RecordDict) -> int:
+    """Size of the arrays in a message: what dominates on a network."""
+    return sum(len(array.data) for record in content.array_records.values() for array in record.values())

@@ -1,0 +1,1 @@
+"""What runs at the server: the round driver around any Flower strategy, checks, mean, checkpoints."""

@@ -1,0 +1,112 @@
+"""Checks on every reply before it may touch the model.
+
+A reply is refused, with a reason that names what is wrong, if it answers another job, round or client,
+if its arrays are not exactly those of the model in name, shape and dtype, if any number is NaN or
+infinite, or if the update lies absurdly far from the global model.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import Message
+
+from fedplat import wire
+from fedplat.model import Arrays
+from fedplat.wire import Identity
+from server_app.mean import MAX_TOTAL_WEIGHT
+
+
+class Refused(Exception):
+    """A reply that failed a check."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The numbers of a reply that passed."""
+
+    num_examples: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Update(Report):
+    arrays: Arrays
+    norm: float
+
+
+def check_report(reply: Message, request: Message, expected: Identity) -> Report:
+    """Identity and metrics: what every reply must get right."""
+    if reply.metadata.src_node_id != request.metadata.dst_node_id:
+        raise Refused("sent by another node than was asked")
+    try:
+        claimed = Identity.of(reply.content, wire.IDENTITY)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    for field in ("job", "round", "client", "attempt"):
+        if getattr(claimed, field) != getattr(expected, field):
+            raise Refused(f"wrong {field}: {getattr(claimed, field)!r}, expected {getattr(expected, field)!r}")
+    return _check_metrics(reply)
+
+
+def _check_metrics(reply: Message) -> Report:
+    records = reply.content.metric_records
+    if set(records) != {wire.METRICS}:
+        raise Refused(f"expected one metric record '{wire.METRICS}', got {sorted(records)}")
+    metrics: dict[str, float] = {}
+    for name, value in records[wire.METRICS].items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise Refused(f"metric '{name}' is not a finite number: {value!r}")
+        metrics[name] = float(value)
+    count = records[wire.METRICS].get(wire.NUM_EXAMPLES)
+    if not isinstance(count, int) or not 1 <= count <= MAX_TOTAL_WEIGHT:
+        raise Refused(f"'{wire.NUM_EXAMPLES}' must be a whole number from 1 to {MAX_TOTAL_WEIGHT}, got {count!r}")
+    del metrics[wire.NUM_EXAMPLES]
+    return Report(count, metrics)
+
+
+def check_update(
+    reply: Message, request: Message, expected: Identity, model: Mapping[str, np.ndarray], max_norm: float
+) -> Update:
+    """A training reply: identity, metrics, and arrays that fit the global model."""
+    report = check_report(reply, request, expected)
+    records = reply.content.array_records
+    if set(records) != {wire.ARRAYS}:
+        raise Refused(f"expected one array record '{wire.ARRAYS}', got {sorted(records)}")
+    record = records[wire.ARRAYS]
+    if record.keys() != model.keys():
+        raise Refused(f"array names differ from the model's: {', '.join(sorted(record.keys() ^ model.keys())[:5])}")
+    arrays = {}
+    for name in model:
+        # The header is compared before anything is decoded: a giant array is refused by its claim.
+        _check_header(name, record[name].shape, record[name].dtype, model[name])
+        try:
+            arrays[name] = record[name].numpy()
+        except (ValueError, TypeError, OSError, EOFError) as error:
+            raise Refused(f"array '{name}' can't be decoded: {error}") from None
+        _check_header(name, arrays[name].shape, str(arrays[name].dtype), model[name])
+    norm = update_norm(arrays, model)
+    if not math.isfinite(norm):
+        raise Refused("update has NaN or infinite values")
+    if norm > max_norm:
+        raise Refused(f"update norm {norm:.3g} exceeds server.max_update_norm = {max_norm:g}")
+    return Update(report.num_examples, report.metrics, arrays, norm)
+
+
+def _check_header(name: str, shape: tuple[int, ...], dtype: str, model: np.ndarray) -> None:
+    if tuple(shape) != model.shape:
+        raise Refused(f"array '{name}' has shape {tuple(shape)}, the model has {model.shape}")
+    if dtype != str(model.dtype):
+        raise Refused(f"array '{name}' is {dtype}, the model's is {model.dtype}")
+
+
+def update_norm(arrays: Mapping[str, np.ndarray], model: Mapping[str, np.ndarray]) -> float:
+    """L2 distance from the global model over floating-point arrays; NaN and infinity propagate."""
+    total = 0.0
+    with np.errstate(all="ignore"):
+        for name, array in arrays.items():
+            if np.issubdtype(array.dtype, np.floating):
+                delta = np.subtract(array, model[name], dtype=np.float64).reshape(-1)
+                total += float(np.dot(delta, delta))
+    return math.sqrt(total) if total >= 0 else math.nan

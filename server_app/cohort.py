@@ -1,0 +1,116 @@
+"""Who takes part: the roster of connected clients, the cohort of a round, and a Grid with only that cohort.
+
+The driver samples by client *name* from the job's own list, so the cohort of round r depends only
+on (seed, r), not on node ids, on the order of connection or on who happens to be online.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+
+from flwr.app import Message, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+from fedplat import wire
+from fedplat.errors import JobError
+from fedplat.federation import natural_order
+from fedplat.streams import numpy_stream
+from server_app.exchange import Exchange
+
+HELLO = "query.hello"
+HELLO_DEADLINE_S = 60.0
+
+
+def sample_cohort(names: list[str], size: int, *labels: str | int) -> list[str]:
+    """`size` names without replacement, in natural order, from the stream that the labels name."""
+    chosen = numpy_stream(*labels).choice(len(names), size=size, replace=False)
+    return natural_order([names[i] for i in chosen])
+
+
+class Roster:
+    """Which node answers to which client name."""
+
+    def __init__(self, grid: Grid, names: list[str]) -> None:
+        self._grid = grid
+        self._expected = set(names)
+        self._node_of: dict[str, int] = {}
+
+    def wait(self, deadline_s: float, poll_s: float = 1.0) -> None:
+        """Wait until all clients are there, or until the deadline if at least one is."""
+        deadline = time.monotonic() + deadline_s
+        while len(self.refresh()) < len(self._expected) and time.monotonic() < deadline:
+            time.sleep(poll_s)
+        if not self._node_of:
+            raise JobError(f"no client connected within {deadline_s:.0f} s; expected {len(self._expected)}")
+
+    def refresh(self) -> Mapping[str, int]:
+        """The connected clients now, by name."""
+        nodes = {node.node_id: node.name for node in self._grid.get_nodes()}
+        known = {node: name for name, node in self._node_of.items() if node in nodes}
+        for node, name in nodes.items():
+            if node not in known and name:
+                known[node] = name
+        strangers = [node for node in nodes if node not in known]
+        known.update(self._ask_names(strangers) if strangers else {})
+        self._node_of = {name: node for node, name in known.items() if name in self._expected}
+        return self._node_of
+
+    def _ask_names(self, nodes: list[int]) -> dict[int, str]:
+        exchange = Exchange(self._grid, HELLO_DEADLINE_S)
+        exchange.send([Message(RecordDict(), dst_node_id=node, message_type=HELLO) for node in nodes])
+        names = {}
+        for request, reply in exchange.replies():
+            record = reply.content.config_records.get(wire.IDENTITY) if reply.has_content() else None
+            if request is not None and record is not None:
+                names[request.metadata.dst_node_id] = str(record.get("client", ""))
+        return names
+
+
+class CohortGrid(Grid):
+    """A Grid that shows a strategy only the nodes of one cohort, and lets it reach no other."""
+
+    def __init__(self, grid: Grid, node_ids: Iterable[int]) -> None:
+        self._grid = grid
+        self._node_ids = list(node_ids)
+
+    def set_run(self, run: Run) -> None:
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        return self._grid.run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._node_ids)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [node for node in self._grid.get_nodes() if node.node_id in self._node_ids]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self._grid.push_messages(self._within(messages))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self._grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self._grid.send_and_receive(self._within(messages), timeout=timeout)
+
+    def _within(self, messages: Iterable[Message]) -> list[Message]:
+        checked = list(messages)
+        for message in checked:
+            if message.metadata.dst_node_id not in self._node_ids:
+                raise JobError(
+                    f"the strategy addressed node {message.metadata.dst_node_id}, which is not in the cohort"
+                )
+        return checked

@@ -1,0 +1,169 @@
+"""Collect a round's updates: check each as it arrives, reduce it or keep it, retry what failed.
+
+Mean-based strategies get one reply, the mean. The others (medians, Krum, Bulyan) get every accepted reply,
+sorted by client name, so that their result doesn't depend on the order of arrival either.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flwr.app import Message, RecordDict
+
+from fedplat import wire
+from fedplat.errors import JobError
+from fedplat.events import ClientFailed, ClientTrained, Event
+from fedplat.job import Job
+from fedplat.model import Arrays
+from fedplat.wire import Identity
+from server_app.checks import Refused, Report, Update, check_update
+from server_app.exchange import Exchange
+from server_app.mean import MeanReducer
+
+Kind = Literal["error", "late", "refused"]
+LAST_ATTEMPT = 2
+
+
+@dataclass
+class Tally:
+    """What became of a round's cohort."""
+
+    reports: dict[str, Report] = field(default_factory=dict)
+    failures: dict[str, Kind] = field(default_factory=dict)
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+    def count(self, kind: Kind) -> int:
+        return sum(found == kind for found in self.failures.values())
+
+    def mean_metrics(self) -> dict[str, float]:
+        """Means weighted by examples; `fsum` is exact, so the order of arrival doesn't show."""
+        total = sum(report.num_examples for report in self.reports.values())
+        names = {name for report in self.reports.values() for name in report.metrics}
+        return {
+            name: math.fsum(r.num_examples * r.metrics.get(name, 0.0) for r in self.reports.values()) / total
+            for name in sorted(names)
+        }
+
+
+class Collector:
+    """One training phase."""
+
+    def __init__(
+        self,
+        job: Job,
+        round_number: int,
+        model: Arrays,
+        name_of: Mapping[int, str],
+        reduce: bool,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._job, self._round, self._model, self._name_of = job, round_number, model, name_of
+        self._emit = emit
+        self._reducer = MeanReducer(model) if reduce else None
+        self._kept: dict[str, Message] = {}
+        self._template: Message | None = None
+        self.tally = Tally()
+
+    def run(self, exchange: Exchange, requests: list[Message]) -> None:
+        """Send the requests and take replies until all are in or the deadline has passed."""
+        self._send(exchange, requests)
+        for request, reply in exchange.replies():
+            if request is None:
+                self._stray(reply)
+            else:
+                self._arrived(exchange, request, reply)
+        for request in exchange.missing():
+            reason = f"no reply within {self._job.cohort.deadline_s:g} s"
+            self._failed(None, request, "late", reason)
+
+    def replies(self) -> list[Message]:
+        """What the strategy gets."""
+        if self._reducer is None:
+            return [self._kept[name] for name in sorted(self._kept, key=lambda n: (len(n), n))]
+        if self._reducer.count == 0 or self._template is None:
+            return []
+        identity = Identity(self._job.digest, self._round, 1, "mean")
+        arrays = wire.encode_arrays(self._reducer.mean())
+        content = wire.reply_content(identity, self._reducer.total_weight, self.tally.mean_metrics(), arrays)
+        return [Message(content, reply_to=self._template)]
+
+    def _send(self, exchange: Exchange, requests: list[Message]) -> None:
+        self.tally.bytes_down += sum(wire.payload_bytes(request.content) for request in requests)
+        exchange.send(requests)
+
+    def _stray(self, reply: Message) -> None:
+        name = self._name_of.get(reply.metadata.src_node_id, f"node {reply.metadata.src_node_id}")
+        known = name in self.tally.reports or name in self.tally.failures
+        reason = "duplicate reply" if known else "unknown sender: nobody asked it in this round"
+        self._emit_failure(name, "refused", reason, attempt=0)
+
+    def _arrived(self, exchange: Exchange, request: Message, reply: Message) -> None:
+        client = self._name_of[request.metadata.dst_node_id]
+        if reply.has_error():
+            self._failed(exchange, request, "error", _last_line(reply.error.reason))
+            return
+        self.tally.bytes_up += wire.payload_bytes(reply.content)
+        expected = Identity(self._job.digest, self._round, _attempt(request), client)
+        try:
+            update = check_update(reply, request, expected, self._model, self._job.server.max_update_norm)
+            self._accept(client, request, reply, update)
+        except Refused as refusal:
+            self._failed(exchange, request, "refused", str(refusal))
+
+    def _accept(self, client: str, request: Message, reply: Message, update: Update) -> None:
+        if self._reducer is None:
+            self._kept[client] = reply
+        else:
+            try:
+                self._reducer.add(update.arrays, update.num_examples)
+            except ValueError as error:
+                raise Refused(str(error)) from None
+            self._template = request
+        self.tally.failures.pop(client, None)  # a retry made it good
+        self.tally.reports[client] = Report(update.num_examples, update.metrics)
+        self._emit(
+            ClientTrained(
+                round=self._round,
+                client=client,
+                num_examples=update.num_examples,
+                update_norm=update.norm,
+                metrics=update.metrics,
+            )
+        )
+
+    def _failed(self, exchange: Exchange | None, request: Message, kind: Kind, reason: str) -> None:
+        """Note the failure, then do what cohort.on_failure says."""
+        client, attempt = self._name_of[request.metadata.dst_node_id], _attempt(request)
+        self.tally.failures[client] = kind
+        self._emit_failure(client, kind, reason, attempt)
+        policy = self._job.cohort.on_failure
+        if policy == "stop":
+            raise JobError(f"round {self._round}: {client} {kind}: {reason} (cohort.on_failure = 'stop')")
+        if policy == "retry" and exchange is not None and attempt < LAST_ATTEMPT and not exchange.is_over():
+            self._send(exchange, [_next_attempt(request)])
+
+    def _emit_failure(self, client: str, kind: Kind, reason: str, attempt: int) -> None:
+        self._emit(
+            ClientFailed(round=self._round, client=client, phase="train", kind=kind, reason=reason, attempt=attempt)
+        )
+
+
+def _attempt(request: Message) -> int:
+    return Identity.of(request.content, wire.CONFIG).attempt
+
+
+def _next_attempt(request: Message) -> Message:
+    content = RecordDict(dict(request.content))
+    config = content.config_records[wire.CONFIG].copy()
+    config["attempt"] = _attempt(request) + 1
+    content[wire.CONFIG] = config
+    metadata = request.metadata
+    return Message(content, dst_node_id=metadata.dst_node_id, message_type=metadata.message_type)
+
+
+def _last_line(reason: str | None) -> str:
+    """The last line of a traceback says what happened; the rest is for the client's own log."""
+    lines = [line.strip() for line in (reason or "").splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"

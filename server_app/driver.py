@@ -1,0 +1,285 @@
+"""The round driver: runs any Flower strategy through its public methods, and adds what Flower lacks.
+
+Each round: sample the cohort by name → show the strategy a Grid with only that cohort → collect and
+check updates → aggregate → evaluate → commit a checkpoint. Everything random in round r comes from
+(seed, r), so a run that was killed and resumed ends with the same bits as one that never stopped.
+"""
+
+import contextlib
+import time
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedplat import wire
+from fedplat.errors import FedplatError, JobError
+from fedplat.events import (
+    Checkpointed,
+    ClientEvaluated,
+    ClientFailed,
+    Evaluated,
+    EventLog,
+    Interrupted,
+    RoundFinished,
+    RoundStarted,
+    RunFailed,
+    RunFinished,
+)
+from fedplat.federation import client_name
+from fedplat.job import Job
+from fedplat.model import Arrays
+from fedplat.rundir import RunDirectory
+from fedplat.streams import globals_seeded
+from fedplat.wire import Identity
+from server_app.checkpoint import Checkpoint, CheckpointStore, HoldsClientState
+from server_app.checks import Refused, check_report
+from server_app.cohort import CohortGrid, Roster, sample_cohort
+from server_app.collect import Collector, Tally
+from server_app.evaluation import GlobalModel
+from server_app.exchange import Exchange
+from server_app.stopping import after_evaluation
+from server_app.strategies import MEAN_BASED
+from server_app.strategy_state import decode_state, encode_state
+
+
+class Driver:
+    """Drives one run from its state to its end."""
+
+    def __init__(
+        self, job: Job, grid: Grid, strategy: Strategy, model: GlobalModel, run: RunDirectory, log: EventLog
+    ) -> None:
+        self._job, self._grid, self._strategy, self._model = job, grid, strategy, model
+        self._run, self._log = run, log
+        self._store = CheckpointStore(run.checkpoints, job.server.keep_checkpoints)
+        self._names = [client_name(i) for i in range(job.cohort.clients)]
+        self._roster = Roster(grid, self._names)
+        self._state = Checkpoint(0, job.digest, model.initial, {})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue after the checkpoint's round instead of from the beginning."""
+        if checkpoint.strategy is None:
+            raise JobError(
+                f"strategy {self._job.server.strategy} has no state codec, so this run can't be resumed. "
+                "Give it state_arrays() and load_state_arrays()"
+            )
+        decode_state(self._strategy, checkpoint.strategy)
+        if isinstance(self._grid, HoldsClientState):
+            self._grid.restore_client_states(checkpoint.clients)
+        self._state = checkpoint
+
+    def run(self) -> None:
+        """Run to the end. Whatever stops it is an event; everything up to the last commit is safe."""
+        try:
+            self._roster.wait(self._job.cohort.deadline_s)
+            if self._state.round == 0:
+                self._evaluate_server(0)
+            while self._state.progress.stop is None and self._state.round < self._job.job.rounds:
+                self._round(self._state.round + 1)
+            self._finish()
+        except KeyboardInterrupt:
+            self._note(Interrupted(round=self._state.round))
+            raise
+        except FedplatError as error:
+            self._note(RunFailed(round=self._state.round, reason=str(error)))
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._note(RunFailed(round=self._state.round, reason=reason))
+            raise JobError(f"after round {self._state.round}: {reason}") from error
+
+    def _note(self, event: Interrupted | RunFailed) -> None:
+        # The disk may be what failed: the reason still reaches the person through the exception.
+        with contextlib.suppress(OSError):
+            self._log.append(event)
+
+    # --- one round ------------------------------------------------------------------------------
+
+    def _round(self, number: int) -> None:
+        started = time.perf_counter()
+        cohort = sample_cohort(self._names, self._job.cohort.cohort_size, self._job.job.seed, "cohort", number)
+        self._log.append(RoundStarted(round=number, cohort=cohort))
+        tally, arrays = self._train(number, cohort)
+        seconds = time.perf_counter() - started
+        self._state = replace(self._state, round=number, arrays=arrays or self._state.arrays)
+        self._log.append(_summary(number, tally, arrays is not None, seconds))
+        last = number == self._job.job.rounds
+        if last or number % self._job.evaluation.every == 0:
+            self._evaluate_server(number)
+            self._evaluate_clients(number)
+        if last or self._state.progress.stop or number % self._job.server.checkpoint_every == 0:
+            self._commit()
+
+    def _train(self, number: int, cohort: list[str]) -> tuple[Tally, Arrays | None]:
+        """Train a cohort; None instead of arrays if the round did not change the model."""
+        nodes = self._connected(number, cohort, "train")
+        reduce = self._job.server.strategy in MEAN_BASED
+        collector = Collector(
+            self._job, number, self._state.arrays, {n: c for c, n in nodes.items()}, reduce, self._log.append
+        )
+        exchange = Exchange(self._grid, self._job.cohort.deadline_s)
+        if nodes:
+            collector.run(exchange, self._requests(number, nodes, train=True))
+        missing = len(cohort) - len(nodes)
+        collector.tally.failures.update({c: "error" for c in cohort if c not in nodes} if missing else {})
+        if len(collector.tally.reports) < self._job.cohort.min_replies:
+            self._shortfall(number, collector.tally)
+            return collector.tally, None
+        with self._seeded("aggregate", number):
+            arrays, _ = self._strategy.aggregate_train(number, collector.replies())
+        return collector.tally, self._model.conform(wire.decode_arrays(arrays)) if arrays is not None else None
+
+    def _connected(self, number: int, cohort: list[str], phase: str) -> dict[str, int]:
+        """The cohort's nodes; those that are not connected are noted as failed."""
+        known = self._roster.refresh()
+        for client in cohort:
+            if client not in known:
+                self._log.append(
+                    ClientFailed(
+                        round=number,
+                        client=client,
+                        phase="train" if phase == "train" else "evaluate",
+                        kind="error",
+                        reason="not connected",
+                        attempt=0,
+                    )
+                )
+        return {client: known[client] for client in cohort if client in known}
+
+    def _requests(self, number: int, nodes: dict[str, int], *, train: bool) -> list[Message]:
+        """The strategy's messages to a cohort."""
+        grid = CohortGrid(self._grid, nodes.values())
+        arrays: ArrayRecord = wire.encode_arrays(self._state.arrays)
+        config = Identity(self._job.digest, number, attempt=1).record()
+        configure = self._strategy.configure_train if train else self._strategy.configure_evaluate
+        with self._seeded("configure" if train else "configure-evaluate", number):
+            return list(configure(number, arrays, config, grid))
+
+    def _seeded(self, purpose: str, number: int) -> contextlib.AbstractContextManager[None]:
+        return globals_seeded(self._job.job.seed, purpose, number)
+
+    def _shortfall(self, number: int, tally: Tally) -> None:
+        if self._job.cohort.on_shortfall == "stop":
+            raise JobError(
+                f"round {number}: {len(tally.reports)} accepted updates, cohort.min_replies = "
+                f"{self._job.cohort.min_replies} ({tally.count('error')} failed, {tally.count('late')} late, "
+                f"{tally.count('refused')} refused)"
+            )
+
+    # --- evaluation -----------------------------------------------------------------------------
+
+    def _evaluate_server(self, number: int) -> None:
+        evaluation = self._job.evaluation
+        if not evaluation.server:
+            return
+        measured = self._model.measure(self._state.arrays)
+        if evaluation.metric not in measured.metrics:
+            raise JobError(
+                f"evaluation.metric = '{evaluation.metric}' is not among the task's metrics: "
+                f"{', '.join(measured.metrics)}"
+            )
+        progress = after_evaluation(self._state.progress, measured.metrics[evaluation.metric], number, evaluation)
+        best = progress.best_round == number
+        if best:
+            self._store.save_best(number, self._state.arrays)
+        self._state = replace(self._state, progress=progress)
+        self._log.append(
+            Evaluated(
+                round=number,
+                where="server",
+                num_examples=measured.num_examples,
+                metrics=measured.metrics,
+                best=best,
+            )
+        )
+
+    def _evaluate_clients(self, number: int) -> None:
+        size = round(self._job.cohort.clients * self._job.evaluation.clients)
+        if size == 0:
+            return
+        cohort = sample_cohort(self._names, size, self._job.job.seed, "evaluate", number)
+        nodes = self._connected(number, cohort, "evaluate")
+        name_of = {node: client for client, node in nodes.items()}
+        exchange = Exchange(self._grid, self._job.cohort.deadline_s)
+        exchange.send(self._requests(number, nodes, train=False) if nodes else [])
+        tally, accepted = Tally(), {}
+        for request, reply in exchange.replies():
+            if request is not None:
+                client = name_of[request.metadata.dst_node_id]
+                if self._evaluated(number, client, request, reply, tally):
+                    accepted[client] = reply
+        for request in exchange.missing():
+            self._evaluation_failed(number, name_of[request.metadata.dst_node_id], "late")
+        if accepted:
+            with self._seeded("aggregate-evaluate", number):
+                self._strategy.aggregate_evaluate(number, [accepted[c] for c in cohort if c in accepted])
+            total = sum(report.num_examples for report in tally.reports.values())
+            metrics = tally.mean_metrics()
+            self._log.append(Evaluated(round=number, where="clients", num_examples=total, metrics=metrics))
+
+    def _evaluated(self, number: int, client: str, request: Message, reply: Message, tally: Tally) -> bool:
+        if reply.has_error():
+            self._evaluation_failed(number, client, reply.error.reason or "no reason given")
+            return False
+        try:
+            report = check_report(reply, request, Identity(self._job.digest, number, 1, client))
+        except Refused as refusal:
+            self._evaluation_failed(number, client, str(refusal))
+            return False
+        tally.reports[client] = report
+        self._log.append(
+            ClientEvaluated(round=number, client=client, num_examples=report.num_examples, metrics=report.metrics)
+        )
+        return True
+
+    def _evaluation_failed(self, number: int, client: str, reason: str) -> None:
+        self._log.append(
+            ClientFailed(round=number, client=client, phase="evaluate", kind="error", reason=reason, attempt=1)
+        )
+
+    # --- durability -----------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """Everything the next round depends on, in one atomic step; events of the round first."""
+        clients = self._grid.client_states() if isinstance(self._grid, HoldsClientState) else {}
+        self._state = replace(self._state, strategy=encode_state(self._strategy), clients=clients)
+        self._log.sync()
+        try:
+            self._store.save(self._state)
+        except OSError as error:
+            raise JobError(
+                f"checkpoint of round {self._state.round} could not be written: {error.strerror}. Earlier "
+                f"checkpoints are intact: make room, then run: fedplat resume {self._run.path}"
+            ) from error
+        self._log.append(Checkpointed(round=self._state.round))
+
+    def _finish(self) -> None:
+        sha256 = self._model.save(self._state.arrays, self._run.model_file)
+        best_round = self._state.progress.best_round
+        if best_round is not None:
+            self._model.save(self._store.load_best(best_round), self._run.best_file)
+        reason = self._state.progress.stop
+        self._log.append(
+            RunFinished(
+                round=self._state.round,
+                reason="target" if reason == "target" else "patience" if reason == "patience" else "rounds",
+                model_sha256=sha256,
+            )
+        )
+        self._log.sync()
+
+
+def _summary(number: int, tally: Tally, aggregated: bool, seconds: float) -> RoundFinished:
+    return RoundFinished(
+        round=number,
+        aggregated=aggregated,
+        accepted=len(tally.reports),
+        failed=tally.count("error"),
+        late=tally.count("late"),
+        refused=tally.count("refused"),
+        metrics=tally.mean_metrics() if tally.reports else {},
+        seconds=seconds,
+        bytes_down=tally.bytes_down,
+        bytes_up=tally.bytes_up,
+    )

@@ -1,0 +1,93 @@
+"""Strategies by name: any of `flwr.serverapp.strategy`, or anyone's own class.
+
+The driver owns sampling and the names of records, so those arguments are not the job's to set.
+A wrong argument is found here, before anything starts.
+"""
+
+from typing import Any
+
+import flwr.serverapp.strategy as flower_strategies
+from flwr.serverapp.strategy import Strategy
+
+from fedplat import wire
+from fedplat.arguments import bind_arguments
+from fedplat.errors import UsageError
+from fedplat.job import Job
+from fedplat.tasks import find_class
+
+MEAN_BASED = frozenset({"FedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedProx"})
+"""Strategies that see updates only through their weighted mean: `server_app.mean` reduces for them."""
+
+_OWNED = {
+    "fraction_train": "set cohort.fraction or cohort.size",
+    "fraction_evaluate": "set evaluation.clients",
+    "min_train_nodes": "set cohort.min_replies",
+    "min_evaluate_nodes": "set evaluation.clients",
+    "min_available_nodes": "set cohort.clients",
+    "weighted_by_key": "updates are weighted by their number of examples",
+    "arrayrecord_key": "record names are part of fedplat's protocol",
+    "configrecord_key": "record names are part of fedplat's protocol",
+    "train_loss_key": "record names are part of fedplat's protocol",
+}
+_REFUSED = {
+    "FedXgbBagging": "it aggregates XGBoost trees, and fedplat's tasks are PyTorch models",
+    "FedXgbCyclic": "it aggregates XGBoost trees, and fedplat's tasks are PyTorch models",
+    **dict.fromkeys(
+        (
+            "DifferentialPrivacyClientSideAdaptiveClipping",
+            "DifferentialPrivacyClientSideFixedClipping",
+            "DifferentialPrivacyServerSideAdaptiveClipping",
+            "DifferentialPrivacyServerSideFixedClipping",
+        ),
+        "its noise is seedable and under-calibrated when clients drop out, so its privacy can't be claimed",
+    ),
+}
+
+
+def strategy_names() -> list[str]:
+    """Flower's strategies that a job can name."""
+    exported = (getattr(flower_strategies, name) for name in flower_strategies.__all__)
+    classes = [c for c in exported if isinstance(c, type) and issubclass(c, Strategy) and c is not Strategy]
+    return sorted(c.__name__ for c in classes if c.__name__ not in _REFUSED)
+
+
+def build_strategy(job: Job) -> Strategy:
+    """The job's strategy, constructed. Raises UsageError for anything that would not run."""
+    name, args = job.server.strategy, job.server.args
+    if name in _REFUSED:
+        raise UsageError(f"server.strategy = '{name}' is not offered: {_REFUSED[name]}")
+    for argument in args:
+        if argument in _OWNED:
+            raise UsageError(f"server.args.{argument} is fedplat's to set: {_OWNED[argument]}")
+    names = strategy_names()
+    cls = getattr(flower_strategies, name) if name in names else find_class(name, "strategy", names)
+    if not issubclass(cls, Strategy):
+        raise UsageError(f"strategy {name}: not a subclass of flwr.serverapp.strategy.Strategy")
+    filled = _filled_in() if name in names else {}
+    bind_arguments(cls, {**_optional(name, job), **args}, "server.args", reserved=filled)
+    try:
+        strategy: Strategy = cls(**{**_optional(name, job), **args, **filled})
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UsageError(f"server.args: {name} refused them: {error}") from None
+    return strategy
+
+
+def _filled_in() -> dict[str, Any]:
+    """The strategy sees a Grid with just the cohort, so it takes every node that it sees."""
+    return {
+        "fraction_train": 1.0,
+        "fraction_evaluate": 1.0,
+        "min_train_nodes": 1,
+        "min_evaluate_nodes": 1,
+        "min_available_nodes": 1,
+        "weighted_by_key": wire.NUM_EXAMPLES,
+        "arrayrecord_key": wire.ARRAYS,
+        "configrecord_key": wire.CONFIG,
+    }
+
+
+def _optional(name: str, job: Job) -> dict[str, Any]:
+    """Arguments that Flower requires and the job already knows."""
+    if name == "QFedAvg":
+        return {"client_learning_rate": job.local.lr, "train_loss_key": "loss"}
+    return {}
