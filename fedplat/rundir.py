@@ -10,13 +10,14 @@
 A lock keeps two processes from driving the same run.
 """
 
+import contextlib
 import fcntl
 import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from fedplat.errors import UsageError
 from fedplat.files import write_file
@@ -28,7 +29,6 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: IO[str] | None = None
 
     @property
     def id(self) -> str:
@@ -84,13 +84,15 @@ class RunDirectory:
     def job(self) -> Job:
         return parse_job(self.job_file.read_text(encoding="utf-8"), str(self.job_file))
 
-    def lock(self) -> None:
-        """Refuse to drive a run that another process is driving. The lock ends with the process."""
-        self._lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"{self.path}: another process is driving this run") from None
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse to drive a run that another process is driving. A crash releases the lock too."""
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UsageError(f"{self.path}: another process is driving this run") from None
+            yield
 
 
 def runs_root() -> Path:

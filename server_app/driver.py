@@ -67,7 +67,8 @@ class Driver:
         decode_state(self._strategy, checkpoint.strategy)
         if isinstance(self._grid, HoldsClientState):
             self._grid.restore_client_states(checkpoint.clients)
-        self._state = checkpoint
+        # A safetensors file forgets the order of tensors, and Flower's strategies zip by position.
+        self._state = replace(checkpoint, arrays=self._model.conform(checkpoint.arrays))
 
     def run(self) -> None:
         """Run to the end. Whatever stops it is an event; everything up to the last commit is safe."""

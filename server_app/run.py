@@ -19,12 +19,15 @@ from server_app.strategies import build_strategy
 
 def start_run(job: Job, grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...] = ()) -> None:
     """Drive a new run from its first round."""
-    _drive(job, grid, run, listeners, resume=False)
+    with run.locked():
+        _drive(job, grid, run, listeners, resume=False)
 
 
 def resume_run(grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...] = ()) -> None:
     """Drive a stopped run on from its last committed round."""
-    _drive(run.job(), grid, run, listeners, resume=True)
+    with run.locked():
+        require_resumable(run)
+        _drive(run.job(), grid, run, listeners, resume=True)
 
 
 def require_resumable(run: RunDirectory) -> None:
@@ -38,9 +41,6 @@ def require_resumable(run: RunDirectory) -> None:
 
 
 def _drive(job: Job, grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...], *, resume: bool) -> None:
-    run.lock()
-    if resume:
-        require_resumable(run)
     strategy = build_strategy(job)
     task = load_task(job)
     model = GlobalModel(job, task)

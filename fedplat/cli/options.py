@@ -7,14 +7,19 @@ from typing import Annotated
 import typer
 
 JobFile = Annotated[
-    Path | None, typer.Argument(help="Job file; without one, the built-in digits job.", show_default=False)
+    Path | None,
+    typer.Argument(metavar="[JOB.TOML]", help="Job file; without one, the built-in digits job.", show_default=False),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of the job; repeatable."),
 ]
-RunReference = Annotated[str, typer.Argument(help="Run: its directory, its id, a unique prefix, or 'latest'.")]
-RunReferences = Annotated[list[str], typer.Argument(help="Runs: directories, ids, prefixes, or 'latest'.")]
+RunReference = Annotated[
+    str, typer.Argument(metavar="RUN", help="Run: its directory, its id, a unique prefix, or 'latest'.")
+]
+RunReferences = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Runs: directories, ids, prefixes, or 'latest'.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors (and --json).")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, Flower's log included.")]

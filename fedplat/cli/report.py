@@ -42,6 +42,8 @@ def result_table(summary: Summary, metric: str) -> "Table":
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(overflow="fold")
     for name in dict.fromkeys((metric, "loss")):
         value = summary.final(name)
         if value is not None:

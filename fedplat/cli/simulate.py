@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 INTERRUPTED = 130
-Out = Annotated[Path | None, typer.Option("--out", help="Run directory to create; default: runs/<id>.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Run directory to create; default: runs/ID.")]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the run directory.")
 ]
