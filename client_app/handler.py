@@ -9,6 +9,7 @@ import time
 from functools import lru_cache
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from client_app.local import LocalTrainer
@@ -41,6 +42,8 @@ class Handler:
     def train(self, request: RecordDict, identity: Identity) -> RecordDict:
         """Train on the client's examples and return the new arrays."""
         job, client, number = self.job, identity.client, identity.round
+        if job.local.threads and torch.get_num_threads() != job.local.threads:
+            torch.set_num_threads(job.local.threads)
         started = time.perf_counter()
         examples = self.data.train(client)
         self._load(request)

@@ -7,6 +7,7 @@ events of later rounds that stand before it were undone by the crash, and `read_
 `docs/run-directory.md` documents each event; `fedplat job schema --events` prints the JSON schema.
 """
 
+import errno
 import json
 import os
 import time
@@ -176,20 +177,25 @@ class EventLog:
     """Appends events to the file and tells the listeners (progress bar, TensorBoard)."""
 
     def __init__(self, path: Path, listeners: tuple[Listener, ...] = ()) -> None:
-        self._path = path
         self._listeners = listeners
         _drop_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def append(self, event: Event) -> None:
-        self._file.write(event.model_dump_json() + "\n")
-        self._file.flush()
+        line = event.model_dump_json().encode() + b"\n"
+        start = self._file.tell()
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(start)  # a full disk must not leave half a line behind
+            raise
         for listener in self._listeners:
             listener(event)
 
     def sync(self) -> None:
         """Make everything appended so far survive a power cut."""
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from fedplat import canonical
 from fedplat.errors import UsageError
@@ -28,7 +28,6 @@ from fedplat.job_sections import (
     LocalSection,
     Section,
     ServerSection,
-    SimulationSection,
     TaskSection,
 )
 
@@ -43,7 +42,6 @@ class Job(Section):
     local: LocalSection = LocalSection()
     server: ServerSection = ServerSection()
     evaluation: EvaluationSection = EvaluationSection()
-    simulation: SimulationSection = Field(default_factory=SimulationSection)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Job":

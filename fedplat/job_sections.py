@@ -148,6 +148,9 @@ class LocalSection(Section):
     """Autocast precision of forward and backward; weights stay as the model has them."""
     proximal_mu: float = Field(0.0, ge=0)
     """FedProx: adds mu/2 · ‖w − w_global‖² to the loss. Strategy FedProx sets it through server.args."""
+    threads: int = Field(1, ge=0)
+    """Torch threads of a training client; 0 leaves torch's default. One is fastest for small models, and
+    the number can change the last bits of large sums."""
 
     @model_validator(mode="after")
     def _one_limit(self) -> "LocalSection":
@@ -193,10 +196,3 @@ class EvaluationSection(Section):
     """Stop after this many evaluations without improvement."""
     min_delta: float = Field(0.0, ge=0)
     """Least change that counts as an improvement."""
-
-
-class SimulationSection(Section):
-    """How virtual clients run on this machine (ignored at a real site)."""
-
-    threads: int = Field(1, ge=0)
-    """Torch threads; 0 leaves torch's default. One is fastest for small models."""

@@ -85,6 +85,8 @@ class Driver:
         except FedplatError as error:
             self._note(RunFailed(round=self._state.round, reason=str(error)))
             raise
+        except OSError as error:
+            raise self._failed_to_store(error) from error
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self._note(RunFailed(round=self._state.round, reason=reason))
@@ -94,6 +96,11 @@ class Driver:
         # The disk may be what failed: the reason still reaches the person through the exception.
         with contextlib.suppress(OSError):
             self._log.append(event)
+
+    def _failed_to_store(self, error: OSError) -> JobError:
+        reason = f"round {self._state.round}: {self._run.path} could not be written: {error.strerror or error}"
+        self._note(RunFailed(round=self._state.round, reason=reason))
+        return JobError(f"{reason}. Committed rounds are intact: make room first")
 
     # --- one round ------------------------------------------------------------------------------
 
@@ -246,13 +253,7 @@ class Driver:
         clients = self._grid.client_states() if isinstance(self._grid, HoldsClientState) else {}
         self._state = replace(self._state, strategy=encode_state(self._strategy), clients=clients)
         self._log.sync()
-        try:
-            self._store.save(self._state)
-        except OSError as error:
-            raise JobError(
-                f"checkpoint of round {self._state.round} could not be written: {error.strerror}. Earlier "
-                f"checkpoints are intact: make room, then run: fedplat resume {self._run.path}"
-            ) from error
+        self._store.save(self._state)
         self._log.append(Checkpointed(round=self._state.round))
 
     def _finish(self) -> None:

@@ -1,7 +1,5 @@
 """Run a job on virtual clients: the real ServerApp code and the real ClientApp, joined by a LocalGrid."""
 
-import torch
-
 from client_app.app import app as client_app
 from fedplat.events import Listener
 from fedplat.flower import quiet_logging
@@ -24,6 +22,4 @@ def resume(run: RunDirectory, listeners: tuple[Listener, ...] = ()) -> None:
 
 def _grid(job: Job) -> LocalGrid:
     quiet_logging()
-    if job.simulation.threads:
-        torch.set_num_threads(job.simulation.threads)
     return LocalGrid(client_app, job.cohort.clients, {JOB_KEY: job.canonical()})

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedplat.cli.options import JobFile, Json, Overrides, Quiet, RunReference, Verbose, set_up_logging
+from fedplat.errors import JobError
 from fedplat.events import Listener
 from fedplat.job import Job, load_job
 from fedplat.rundir import RunDirectory, find_run, new_run_path
@@ -147,6 +148,8 @@ def _run(
     except KeyboardInterrupt:
         typer.echo(f"\nstopped. Continue with: fedplat resume {run.path}", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    except JobError as error:
+        raise JobError(f"{error}\nThe run is kept. Continue it with: fedplat resume {run.path}") from error
     finally:
         for writer in listeners:
             writer.close()

@@ -9,7 +9,9 @@ from fedplat.arguments import bind_arguments
 from fedplat.errors import UsageError
 
 
-def plain(width: int, rate: float = 0.1, name: str = "x", flag: bool = False, sizes: list[int] | None = None) -> None: ...
+def plain(
+    width: int, rate: float = 0.1, name: str = "x", flag: bool = False, sizes: list[int] | None = None
+) -> None: ...
 
 
 def union(value: int | str, either: Optional[float] = None) -> None: ...  # noqa: UP045

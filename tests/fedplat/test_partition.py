@@ -266,7 +266,9 @@ def test_empty_capacity_list_is_refused() -> None:
         deal(load_job(None, ["data.partition={kind='capacity', capacities=[]}"]).data.partition, 10, 2)
 
 
-@pytest.mark.parametrize("content", ["", "{", "3", '{"a": [0]}', "[0, 1]", '[["0"], [1]]', "[[0.0], [1]]", "[[0], [null]]"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "3", '{"a": [0]}', "[0, 1]", '[["0"], [1]]', "[[0.0], [1]]", "[[0], [null]]"]
+)
 def test_explicit_file_that_is_no_list_of_lists_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "parts.json"
     file.write_text(content)
