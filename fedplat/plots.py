@@ -65,7 +65,7 @@ def plot_clients(clients: Mapping[str, ClientSummary], path: Path) -> None:
     sizes = [client.num_examples for client in clients.values()]
     left.scatter(sizes, [client.losses[-1] for client in clients.values()], s=14, alpha=0.6, color=BLUE)
     left.set(xlabel="examples", ylabel="last training loss")
-    middle.hist([len(client.rounds) for client in clients.values()], bins=20, color=BLUE, alpha=0.8)
+    _histogram(middle, [len(client.rounds) for client in clients.values()])
     middle.set(xlabel="rounds taken part in", ylabel="clients")
     right.scatter(sizes, [float(np.mean(c.norms)) for c in clients.values()], s=14, alpha=0.6, color=ORANGE)
     right.set(xlabel="examples", ylabel="mean update norm")
@@ -97,9 +97,16 @@ def plot_partition(parts: Sequence[np.ndarray], labels: np.ndarray | None, title
     else:
         _stacked(left, label_counts(parts, labels))
     left.set(xlabel="client", ylabel="examples")
-    right.hist([len(part) for part in parts], bins=min(30, len(parts)), color=BLUE, alpha=0.8)
+    _histogram(right, [len(part) for part in parts])
     right.set(xlabel="examples per client", ylabel="clients")
     _save(figure, path)
+
+
+def _histogram(axis: "Axes", values: Sequence[int]) -> None:
+    """A histogram of whole numbers, with one bar per number where there are few."""
+    low, high = min(values), max(values)
+    bins = np.arange(low, high + 2) - 0.5 if high - low < 40 else np.linspace(low, high, 31)
+    axis.hist(values, bins=bins.tolist(), color=BLUE, alpha=0.8, rwidth=0.9)
 
 
 def label_counts(parts: Sequence[np.ndarray], labels: np.ndarray) -> dict[int, np.ndarray]:
@@ -123,7 +130,9 @@ def _stacked(axis: "Axes", counts: Mapping[int, np.ndarray]) -> None:
         )
         below += count
     if len(counts) <= 20:
-        axis.legend(title="label", fontsize=6, title_fontsize=7, ncols=2, frameon=False)
+        axis.legend(
+            title="label", fontsize=6, title_fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False
+        )
 
 
 def _save(figure: "Figure", path: Path) -> None:

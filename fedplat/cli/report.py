@@ -20,10 +20,10 @@ def print_report(run: RunDirectory, job: Job, console: "Console") -> Summary:
     console.print(
         f"[bold]run[/]    {run.path}   (job.toml, events.jsonl, model.safetensors)\n"
         f"[bold]plots[/]  {run.plots / 'curves.png'}   {run.plots / 'clients.png'}\n"
-        f"[bold]next[/]   fedplat runs show {run.path}\n"
-        f"       fedplat data show                      who holds which digits\n"
-        f"       fedplat job init my-job.toml           your own job file\n"
-        f"       fedplat simulate --set server.strategy=FedAdam --set server.args.eta=0.05",
+        f"[bold]next[/]   fedplat runs show {run.path} --clients\n"
+        f"       fedplat data show {run.job_file}   (who holds which examples)\n"
+        f"       fedplat simulate {run.job_file} --set server.strategy=FedAdam --set server.args.eta=0.05\n"
+        f"       fedplat job init my-job.toml   (every key, explained)",
         highlight=False,
     )
     return summary

@@ -68,6 +68,7 @@ local = st.builds(
         clip_norm=positive,
         precision=st.sampled_from(["fp32", "bf16", "fp16"]),
         proximal_mu=share,
+        threads=st.integers(0, 64),
     ),
     limits,
 )
@@ -100,7 +101,6 @@ tables = st.fixed_dictionaries(
             strategy=text, args=arguments.filter(lambda a: "proximal_mu" not in a), max_update_norm=positive
         ),
         "evaluation": table(every=count, metric=text, target=st.floats(-1e9, 1e9), patience=count, min_delta=share),
-        "simulation": table(threads=st.integers(0, 64)),
     },
 )
 jobs = tables.map(lambda content: validate_job(content, "generated"))

@@ -10,7 +10,7 @@ from fedplat.partition_spec import KINDS
 
 BAD_FILES = {
     "unknown key, near a real one": ("[cohort]\nfractoin = 1", "unknown key 'cohort.fractoin'", "'cohort.fraction'"),
-    "unknown key lists its section": ("[simulation]\nxyz = 1", "'simulation.xyz'", "Valid in [simulation]: threads"),
+    "unknown key lists its section": ("[job]\nxyz = 1", "'job.xyz'", "Valid in [job]: name, seed, rounds"),
     "unknown key of a partitioner": ("[data.partition]\nalhpa = 1", "'data.partition.alhpa'", "'data.partition.alpha'"),
     "unknown key of a schedule": (
         "[local.schedule]\ngama = 0.5",
@@ -33,6 +33,11 @@ BAD_FILES = {
     ),
     "infinite": ("[local]\nlr = inf", "local.lr", "finite"),
     "wrong type": ("[job]\nrounds = 'many'", "job.rounds", "got 'many'"),
+    "true for a count": ("[job]\nrounds = true", "job.rounds", "got True"),
+    "quoted number": ("[job]\nrounds = '3'", "job.rounds", "got '3'"),
+    "quoted rate": ("[local]\nlr = '0.1'", "local.lr", "got '0.1'"),
+    "text for a switch": ("[evaluation]\nserver = 'no'", "evaluation.server", "got 'no'"),
+    "number for a switch": ("[evaluation]\nserver = 0", "evaluation.server", "got 0"),
     "fraction of a round": ("[job]\nrounds = 2.5", "job.rounds", "got 2.5"),
     "bad name": ("[job]\nname = '../evil'", "job.name", "'../evil'"),
     "bad checksum": ("[task]\ninit_sha256 = 'abc'", "task.init_sha256", "'abc'"),

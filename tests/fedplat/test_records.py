@@ -89,7 +89,7 @@ def test_identity_survives_its_record(job: str, number: int, attempt: int, clien
 )  # fmt: skip
 def test_incomplete_or_mistyped_identity_is_refused(fields: dict | None) -> None:
     content = RecordDict({} if fields is None else {"config": ConfigRecord(fields)})
-    with pytest.raises(ValueError, match="identity|no 'config' record"):
+    with pytest.raises(ValueError, match=r"identity|no 'config' record"):
         Identity.of(content, "config")
 
 

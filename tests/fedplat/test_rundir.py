@@ -61,8 +61,10 @@ HOLDER = """
 import sys
 from pathlib import Path
 from fedplat.rundir import RunDirectory
-RunDirectory(Path(sys.argv[1])).lock()
-print("locked", flush=True)
+with RunDirectory(Path(sys.argv[1])).locked():
+    print("locked", flush=True)
+    sys.stdin.readline()
+print("released", flush=True)
 sys.stdin.read()
 """
 
@@ -76,24 +78,46 @@ def hold(run: RunDirectory) -> "subprocess.Popen[str]":
     return process
 
 
-def test_lock_excludes_a_second_process_and_ends_with_the_first(root: Path) -> None:
+def assert_refused(run: RunDirectory) -> None:
+    with pytest.raises(UsageError, match="another process is driving this run"), RunDirectory.open(run.path).locked():
+        pass
+
+
+def test_lock_excludes_a_second_process_until_the_first_is_killed(root: Path) -> None:
     run = make(root, "a")
     holder = hold(run)
     try:
-        with pytest.raises(UsageError, match="another process is driving this run"):
-            RunDirectory.open(run.path).lock()
+        assert_refused(run)
+        assert_refused(run)  # a refused attempt doesn't break the lock of the other
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        RunDirectory.open(run.path).lock()
+        with RunDirectory.open(run.path).locked():
+            pass
     finally:
         holder.kill()
         holder.communicate()
 
 
+def test_lock_ends_with_its_block_and_not_only_with_the_process(root: Path) -> None:
+    run = make(root, "a")
+    holder = hold(run)
+    try:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        holder.stdin.write("go on\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == "released\n"
+        with run.locked():
+            assert_refused(run)
+    finally:
+        holder.communicate("")
+
+
 def test_runs_can_be_driven_side_by_side(root: Path) -> None:
     holder = hold(make(root, "a"))
     try:
-        make(root, "b").lock()
+        with make(root, "b").locked():
+            assert (root / "b" / "job.toml").is_file()
     finally:
         holder.communicate("")
 
