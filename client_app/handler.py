@@ -37,7 +37,7 @@ class Handler:
         self._model = build_model(job, self.task).to(self._device)
         self._state = travelling_state(self._model, job.task.freeze)
         self._trainer = LocalTrainer(job, self.task, self._model, self._device)
-        self._received: tuple[list[bytes], dict[str, np.ndarray]] = ([], {})
+        self._received: tuple[dict[str, bytes], dict[str, np.ndarray]] = ({}, {})
 
     def train(self, request: RecordDict, identity: Identity) -> RecordDict:
         """Train on the client's examples and return the new arrays."""
@@ -78,9 +78,9 @@ class Handler:
 
     def _decode(self, record: ArrayRecord) -> dict[str, np.ndarray]:
         """Decode the global model once for all clients of this process that get the same bytes."""
-        data = [array.data for array in record.values()]
+        data = {name: array.data for name, array in record.items()}
         known, arrays = self._received
-        if len(data) != len(known) or any(a is not b for a, b in zip(data, known, strict=True)):
+        if list(data) != list(known) or any(data[name] is not known[name] for name in data):
             arrays = wire.decode_arrays(record)
             self._received = (data, arrays)
         return arrays

@@ -16,6 +16,8 @@ from fedplat.job import Job
 from fedplat.job_sections import LocalSection
 from fedplat.task import Examples, Task, example_losses
 
+LEAST_SCALE = 2.0**-10
+"""Below this a gradient that still overflows is infinite in truth; the update check will refuse the result."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,17 +68,34 @@ class LocalTrainer:
         local = self._job.local
         anchor = [p.detach().clone() for p in self._parameters] if self._job.proximal_mu else []
         optimizer = make_optimizer(local, self._parameters, lr)
-        scaler = torch.amp.GradScaler(self._device.type, enabled=local.precision == "fp16")
+        scaler = torch.amp.GradScaler(self._device.type, init_scale=2.0**12, enabled=local.precision == "fp16")
         sums = _RunningMeans()
         steps = 0
         for rows in step_batches(len(examples), local.batch_size * local.accumulate, local, generator):
-            optimizer.zero_grad(set_to_none=True)
-            for micro in rows.split(local.batch_size):
-                loss = self._micro_batch(examples, micro, generator, sums)
-                scaler.scale(loss / len(rows)).backward()
-            self._finish_step(optimizer, scaler, anchor)
+            # In fp16 a step whose gradient overflowed is repeated at a lower scale, never just left out.
+            while not self._step(examples, rows, generator, optimizer, scaler, anchor, sums):
+                pass
             steps += 1
         return LocalResult(steps, sums.means())
+
+    def _step(
+        self,
+        examples: Examples,
+        rows: Tensor,
+        generator: torch.Generator,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        anchor: list[Tensor],
+        sums: "_RunningMeans",
+    ) -> bool:
+        """One optimiser step on the given rows; False if the gradient overflowed and nothing was updated."""
+        optimizer.zero_grad(set_to_none=True)
+        for micro in rows.split(self._job.local.batch_size):
+            loss = self._micro_batch(examples, micro, generator, sums)
+            scaler.scale(loss / len(rows)).backward()
+        scale = scaler.get_scale()
+        self._finish_step(optimizer, scaler, anchor)
+        return scaler.get_scale() >= scale or scale < LEAST_SCALE
 
     def _micro_batch(
         self, examples: Examples, rows: Tensor, generator: torch.Generator, sums: "_RunningMeans"

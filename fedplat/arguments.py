@@ -22,12 +22,14 @@ def bind_arguments(
     """
     parameters = inspect.signature(target).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    offered = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    offered = {n: p for n, p in offered.items() if n not in reserved and not _is_callable_type(p.annotation)}
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    offered = {n: p for n, p in named.items() if n not in reserved and not _is_callable_type(p.annotation)}
     for name, value in arguments.items():
+        if name in reserved:
+            raise UsageError(f"{where}.{name} is fedplat's to set: remove it")
         if name in offered:
             _check_type(value, offered[name].annotation, f"{where}.{name}")
-        elif not open_ended:
+        elif name in named or not open_ended:
             raise UsageError(f"{where}: {unknown_name('argument', name, offered)}")
     missing = [n for n, p in offered.items() if p.default is p.empty and n not in arguments]
     if missing:
@@ -35,27 +37,27 @@ def bind_arguments(
 
 
 def _is_callable_type(annotation: Any) -> bool:
-    members = typing.get_args(annotation) or (annotation,)
-    return any(typing.get_origin(m) is Callable or m is Callable for m in _flatten(members))
+    return Callable in _members(annotation)
 
 
-def _flatten(members: tuple[Any, ...]) -> list[Any]:
-    flat: list[Any] = []
-    for member in members:
-        origin = typing.get_origin(member)
-        is_union = origin in (types.UnionType, typing.Union)
-        flat += _flatten(typing.get_args(member)) if is_union else [origin or member]
-    return flat
+def _members(annotation: Any) -> list[Any]:
+    """The types that an annotation allows, with unions taken apart: `dict[str, int] | None` → [dict, NoneType]."""
+    origin = typing.get_origin(annotation)
+    if origin in (types.UnionType, typing.Union):
+        return [member for part in typing.get_args(annotation) for member in _members(part)]
+    return [origin or annotation]
+
+
+_CHECKED = (bool, int, float, str, list, tuple, dict, type(None))
 
 
 def _check_type(value: Any, annotation: Any, where: str) -> None:
     """Check plain scalar and container annotations; leave anything richer to the constructor."""
-    allowed = _flatten((annotation,))
-    if not all(isinstance(t, type) for t in allowed):
+    allowed = _members(annotation)
+    if not all(member in _CHECKED for member in allowed):
         return
-    if float in allowed:
-        allowed.append(int)
-    boolean_given = isinstance(value, bool) and bool not in allowed and object not in allowed
-    if boolean_given or not isinstance(value, tuple(allowed)):
-        names = " or ".join(t.__name__ for t in allowed if t is not type(None))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = any(type(value) is member for member in allowed) or (is_number and type(value) is int and float in allowed)
+    if not fits:
+        names = " or ".join(member.__name__ for member in allowed if member is not type(None))
         raise UsageError(f"{where} must be {names} (got {value!r})")

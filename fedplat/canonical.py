@@ -2,7 +2,7 @@
 
 Keys are sorted, there is no white space, text is UTF-8, floats are written in Python's shortest
 form that reads back to the same bits. NaN and infinities have no JSON form and are refused.
-The law kept here: `loads(dumps(x)) == x`, and equal values give equal bytes.
+The law kept here: `json.loads(dumps(x)) == x`, whatever the order in which keys were written.
 """
 
 import hashlib

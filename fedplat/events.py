@@ -23,7 +23,8 @@ Metrics = dict[str, float]
 
 
 class EventBase(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # A diverged loss is news, not corruption: NaN and infinities are written as strings and read back.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="strings")
 
     time: float = Field(default_factory=time.time)
     """Seconds since the epoch."""
@@ -227,7 +228,7 @@ def _is_ending(event: Event) -> bool:
 
 def _parse_lines(path: Path) -> Iterator[Event]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise UsageError(f"{path}: not found: this is not a fedplat run directory") from None
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was never finished

@@ -10,7 +10,6 @@ Unknown keys, wrong types and values out of range are `UsageError`s that name th
 import copy
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ class Job(Section):
         """The job as canonical JSON: what travels through Flower and what is signed."""
         return canonical.dumps(self.model_dump(mode="json"))
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON: the identity of the job."""
         return canonical.digest(self.model_dump(mode="json"))

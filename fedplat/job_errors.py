@@ -29,7 +29,7 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
     key = _dotted(detail["loc"])
     kind, context, given = detail["type"], detail.get("ctx", {}), detail.get("input")
     if kind == "extra_forbidden":
-        return _unknown_key(key, model)
+        return _unknown_key(key, _valid_keys(model, detail["loc"]))
     if kind in _BOUNDS:
         field, sign = _BOUNDS[kind]
         return f"{key} must be {sign} {context[field]} (got {given!r})"
@@ -46,23 +46,19 @@ def _describe(detail: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    # Pydantic puts the tag of a discriminated union into the path; a person didn't write it there.
+    """The key as a person wrote it: pydantic's path also names the members of unions."""
     parts = [str(part) for part in location]
     if parts[:2] == ["data", "partition"] and len(parts) > 2 and parts[2] in KINDS:
         del parts[2]
+    if len(parts) > 1 and parts[1] == "args":
+        del parts[3:]
     return ".".join(parts)
 
 
-def _unknown_key(key: str, model: type[BaseModel]) -> str:
-    valid = list(_all_keys(model))
-    section, _, name = key.rpartition(".")
-    siblings = [k.rpartition(".")[2] for k in valid if k.rpartition(".")[0] == section]
-    elsewhere = next((k for k in valid if k.rpartition(".")[2] == name), None)
-    sibling = nearest(name, siblings)
-    guess = elsewhere or (f"{section}.{sibling}".lstrip(".") if sibling else nearest(key, valid))
-    hint = f" (did you mean '{guess}'?)" if guess else ""
-    place = f"in [{section}]" if section else "sections"
-    return f"unknown key '{key}'{hint}" + (f". Valid {place}: {', '.join(siblings)}" if siblings else "")
+def _valid_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Every key of a job, including those of the kind of partition that was chosen."""
+    kind = KINDS.get(str(location[2])) if location[:2] == ("data", "partition") and len(location) > 2 else None
+    return [*_all_keys(model), *(f"data.partition.{name}" for name in (kind.model_fields if kind else ()))]
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -70,3 +66,14 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _all_keys(field.annotation, f"{prefix}{name}.")
+
+
+def _unknown_key(key: str, valid: list[str]) -> str:
+    section, _, name = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in valid if k.rpartition(".")[0] == section]
+    elsewhere = next((k for k in valid if k.rpartition(".")[2] == name), None)
+    sibling = nearest(name, siblings)
+    guess = elsewhere or (f"{section}.{sibling}".lstrip(".") if sibling else None)
+    hint = f" (did you mean '{guess}'?)" if guess else ""
+    place = f"in [{section}]" if section else "sections"
+    return f"unknown key '{key}'{hint}" + (f". Valid {place}: {', '.join(siblings)}" if siblings else "")

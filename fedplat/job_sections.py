@@ -6,13 +6,24 @@ Everything is frozen: a job is a value, and its canonical JSON is its identity.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 from fedplat.partition_spec import Dirichlet, Partition
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
 
 
 class Section(BaseModel):
@@ -30,10 +41,26 @@ class JobSection(Section):
 
     name: str = Field("job", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Name of the job; run ids start with it."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: StrictInt = Field(0, ge=0, lt=2**63)
     """Seeds partitioning, initialisation, cohorts and local shuffling. Never privacy noise."""
     rounds: Count = Field(40, le=1_000_000)
     """Number of federated rounds."""
+
+
+def _no_null(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """TOML has no null, so a job with one could not be written into its run directory."""
+    if _holds_null(arguments):
+        raise ValueError("null has no place in a job: leave the key out")
+    return arguments
+
+
+def _holds_null(value: JsonValue) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_null(v) for v in value.values())
+    return value is None or (isinstance(value, list) and any(_holds_null(v) for v in value))
+
+
+Arguments = Annotated[dict[str, JsonValue], AfterValidator(_no_null)]
 
 
 class TaskSection(Section):
@@ -41,7 +68,7 @@ class TaskSection(Section):
 
     name: str = "digits"
     """A built-in task (digits, mnist, cancer) or your own as 'package.module:Class'."""
-    args: dict[str, JsonValue] = Field(default_factory=dict)
+    args: Arguments = Field(default_factory=dict)
     """Arguments of the task's constructor."""
     init_from: str | None = None
     """Start from this safetensors file (transfer learning). Names that are absent keep their fresh
@@ -57,7 +84,7 @@ class DataSection(Section):
 
     dir: str | None = None
     """Directory of the task's data files; default: $FEDPLAT_DATA, else ./data."""
-    holdout: float = Field(0.0, ge=0, lt=1)
+    holdout: StrictFloat = Field(0.0, ge=0, lt=1)
     """Share of each client's examples kept out of training for client-side evaluation."""
     partition: Partition = Dirichlet(kind="dirichlet")
     """How examples are dealt to clients: a table with `kind` and that kind's own keys."""
@@ -74,7 +101,7 @@ class CohortSection(Section):
 
     clients: Count = Field(200, le=10_000_000)
     """Number of clients in the federation."""
-    fraction: float = Field(0.2, gt=0, le=1)
+    fraction: StrictFloat = Field(0.2, gt=0, le=1)
     """Share of the clients sampled for each round (at least one)."""
     size: Count | None = None
     """Number of clients sampled for each round; overrides fraction."""
@@ -107,13 +134,13 @@ class Schedule(Section):
     kind: Literal["constant", "step", "exponential", "cosine", "linear"] = "constant"
     """constant; step (× gamma every `every` rounds); exponential (× gamma each round); cosine or
     linear (down to `floor` at the last round)."""
-    gamma: float = Field(0.99, gt=0, le=1)
+    gamma: StrictFloat = Field(0.99, gt=0, le=1)
     """Factor of step and exponential."""
     every: Count = 10
     """Rounds between two steps of `step`."""
     floor: Fraction = 0.0
     """Last factor of cosine and linear."""
-    warmup: int = Field(0, ge=0)
+    warmup: StrictInt = Field(0, ge=0)
     """Rounds of linear warm-up from 0 before the schedule starts."""
 
 
@@ -128,9 +155,9 @@ class LocalSection(Section):
     """Learning rate of single clients by name, e.g. { 'client-3' = 0.01 }."""
     schedule: Schedule = Schedule()
     """Learning-rate schedule over rounds."""
-    momentum: float = Field(0.0, ge=0, lt=1)
+    momentum: StrictFloat = Field(0.0, ge=0, lt=1)
     """Momentum of sgd."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: StrictFloat = Field(0.0, ge=0)
     """L2 penalty (sgd, adam) or decoupled decay (adamw)."""
     batch_size: Count = 16
     """Examples per batch."""
@@ -146,9 +173,9 @@ class LocalSection(Section):
     """Clip the gradient of each step to this L2 norm."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision of forward and backward; weights stay as the model has them."""
-    proximal_mu: float = Field(0.0, ge=0)
+    proximal_mu: StrictFloat = Field(0.0, ge=0)
     """FedProx: adds mu/2 · ‖w − w_global‖² to the loss. Strategy FedProx sets it through server.args."""
-    threads: int = Field(1, ge=0)
+    threads: StrictInt = Field(1, ge=0)
     """Torch threads of a training client; 0 leaves torch's default. One is fastest for small models, and
     the number can change the last bits of large sums."""
 
@@ -167,7 +194,7 @@ class ServerSection(Section):
 
     strategy: str = "FedAvg"
     """A strategy of flwr.serverapp.strategy, or your own as 'package.module:Class'."""
-    args: dict[str, JsonValue] = Field(default_factory=dict)
+    args: Arguments = Field(default_factory=dict)
     """Arguments of the strategy's constructor, e.g. { eta = 0.01 }. Sampling belongs to [cohort]."""
     max_update_norm: Positive = 1e4
     """An update whose L2 distance from the global model exceeds this is refused."""
@@ -180,7 +207,7 @@ class ServerSection(Section):
 class EvaluationSection(Section):
     """Measuring, and stopping because of what was measured."""
 
-    server: bool = True
+    server: StrictBool = True
     """Evaluate the global model on the task's test split at the server."""
     every: Count = 1
     """Rounds between two evaluations (the last round is always evaluated)."""
@@ -190,9 +217,9 @@ class EvaluationSection(Section):
     metric: str = "accuracy"
     """Metric for target, patience and the best model; 'loss' is better when lower, all others when
     higher."""
-    target: float | None = None
+    target: StrictFloat | None = None
     """Stop as soon as the metric reaches this value."""
     patience: Count | None = None
     """Stop after this many evaluations without improvement."""
-    min_delta: float = Field(0.0, ge=0)
+    min_delta: StrictFloat = Field(0.0, ge=0)
     """Least change that counts as an improvement."""

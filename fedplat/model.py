@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import safetensors
-import safetensors.numpy
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -75,7 +75,7 @@ def set_training(model: nn.Module, freeze: tuple[str, ...]) -> None:
     model.train()
     for prefix, module in model.named_modules():
         buffers = [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)]
-        if buffers and all(_is_frozen(name, freeze) for name in buffers):
+        if any(_is_frozen(name, freeze) for name in buffers):
             module.eval()
 
 
@@ -92,10 +92,10 @@ def write_arrays(state: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) 
         difference = sorted(arrays.keys() ^ state.keys())
         raise ValueError(f"arrays don't fit the model: {', '.join(difference[:5])}")
     for name, tensor in state.items():
-        array = arrays[name]
-        if tuple(array.shape) != tuple(tensor.shape):
-            raise ValueError(f"array '{name}' has shape {array.shape}, the model has {tuple(tensor.shape)}")
-        tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)).reshape(tensor.shape))
+        if tuple(arrays[name].shape) != tuple(tensor.shape):
+            raise ValueError(f"array '{name}' has shape {arrays[name].shape}, the model has {tuple(tensor.shape)}")
+    for name, tensor in state.items():
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])).reshape(tensor.shape))
 
 
 def file_sha256(path: Path) -> str:
@@ -112,14 +112,16 @@ def load_file(model: nn.Module, path: Path, sha256: str | None) -> None:
     if sha256 is not None and found != sha256:
         raise UsageError(f"task.init_from: {path} has SHA-256 {found}, the job says {sha256}")
     try:
-        arrays = safetensors.numpy.load_file(path)
+        loaded = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise UsageError(f"task.init_from: {path} is not a safetensors file: {error}") from None
     state = model.state_dict()
-    shared = {n: a for n, a in arrays.items() if n in state and tuple(a.shape) == tuple(state[n].shape)}
+    shared = {n: t for n, t in loaded.items() if n in state and t.shape == state[n].shape}
     if not shared:
         raise UsageError(
-            f"task.init_from: no tensor of {path} fits the model. It has {', '.join(arrays)}; "
+            f"task.init_from: no tensor of {path} fits the model. It has {', '.join(loaded)}; "
             f"the model has {', '.join(state)}"
         )
-    write_arrays({name: state[name] for name in shared}, shared)
+    with torch.no_grad():
+        for name, tensor in shared.items():
+            state[name].copy_(tensor)

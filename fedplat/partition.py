@@ -103,7 +103,7 @@ def _dirichlet(spec: Dirichlet, labels: np.ndarray, num_clients: int, rng: np.ra
 
 
 def _dirichlet_draw(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray:
-    shares = rng.dirichlet(np.full(size, alpha))
+    shares = rng.dirichlet(np.full(size, min(alpha, 1e9)))  # beyond that gamma draws overflow, and it is IID anyway
     if not np.isfinite(shares).all():  # every gamma draw underflowed: the limit is one client taking all
         shares = np.zeros(size)
         shares[rng.integers(size)] = 1.0
@@ -147,6 +147,8 @@ def _quantity(spec: Quantity, num_examples: int, num_clients: int, rng: np.rando
 
 
 def _capacity(spec: Capacity, num_examples: int, num_clients: int, rng: np.random.Generator) -> list[Indices]:
+    if len(spec.capacities) > num_clients:
+        raise UsageError(f"data.partition.capacities has {len(spec.capacities)} numbers for {num_clients} clients")
     capacities = np.resize(np.array(spec.capacities, dtype=np.float64), num_clients)
     parts = _cut(rng.permutation(num_examples), capacities / capacities.sum())
     return _top_up(parts, 1, rng)
@@ -165,11 +167,9 @@ def _explicit(spec: Explicit, num_examples: int, num_clients: int) -> list[Indic
     where = "data.partition.indices" if spec.indices is not None else str(spec.file)
     if len(lists) != num_clients:
         raise UsageError(f"{where}: {len(lists)} lists for cohort.clients = {num_clients}")
-    parts = [np.array(rows, dtype=np.int64) for rows in lists]
-    together = np.sort(np.concatenate(parts)) if parts else np.array([], dtype=np.int64)
-    if not np.array_equal(together, np.arange(num_examples)):
+    if sorted(row for rows in lists for row in rows) != list(range(num_examples)):
         raise UsageError(f"{where}: every example from 0 to {num_examples - 1} must be in exactly one list")
-    return parts
+    return [np.array(rows, dtype=np.int64) for rows in lists]
 
 
 def _read_lists(file: str | None) -> list[list[int]]:

@@ -5,7 +5,7 @@ The arithmetic is in `fedplat.partition`; this file stays free of NumPy so that 
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt
 
 
 class PartitionSpec(BaseModel):
@@ -22,9 +22,9 @@ class Dirichlet(PartitionSpec):
     """Label skew: each label is spread over the clients by a draw from Dirichlet(alpha) (Hsu et al. 2019)."""
 
     kind: Literal["dirichlet"]
-    alpha: float = Field(0.5, gt=0)
+    alpha: StrictFloat = Field(0.5, gt=0)
     """Small: each client sees few labels. Large: close to IID."""
-    min_examples: int = Field(2, ge=1)
+    min_examples: StrictInt = Field(2, ge=1)
     """Every client gets at least this many, taken from the largest clients."""
 
 
@@ -32,7 +32,7 @@ class Shards(PartitionSpec):
     """McMahan et al. 2017: sort by label, cut into equal shards, give each client a few."""
 
     kind: Literal["shards"]
-    per_client: int = Field(2, ge=1)
+    per_client: StrictInt = Field(2, ge=1)
     """Shards per client."""
 
 
@@ -40,9 +40,9 @@ class Quantity(PartitionSpec):
     """Quantity skew: client sizes follow Dirichlet(alpha), labels stay IID."""
 
     kind: Literal["quantity"]
-    alpha: float = Field(1.0, gt=0)
+    alpha: StrictFloat = Field(1.0, gt=0)
     """Small: few clients hold most examples."""
-    min_examples: int = Field(1, ge=1)
+    min_examples: StrictInt = Field(1, ge=1)
     """Every client gets at least this many."""
 
 
@@ -64,7 +64,7 @@ class Explicit(PartitionSpec):
     """You say which example goes to which client."""
 
     kind: Literal["explicit"]
-    indices: tuple[tuple[int, ...], ...] | None = None
+    indices: tuple[tuple[StrictInt, ...], ...] | None = None
     """One list of example numbers per client."""
     file: str | None = None
     """Or a JSON file with that list of lists."""
@@ -74,11 +74,20 @@ class Capacity(PartitionSpec):
     """Sizes proportional to declared capacities, labels IID."""
 
     kind: Literal["capacity"]
-    capacities: tuple[Annotated[float, Field(gt=0)], ...]
+    capacities: tuple[Annotated[float, Field(gt=0, strict=True)], ...] = Field(min_length=1)
     """One number per client, or a shorter list that is repeated over the clients."""
 
 
 Partition = Annotated[
     Iid | Dirichlet | Shards | Quantity | HashKey | Range | Explicit | Capacity, Field(discriminator="kind")
 ]
-KINDS: tuple[str, ...] = ("iid", "dirichlet", "shards", "quantity", "hash", "range", "explicit", "capacity")
+KINDS: dict[str, type[PartitionSpec]] = {
+    "iid": Iid,
+    "dirichlet": Dirichlet,
+    "shards": Shards,
+    "quantity": Quantity,
+    "hash": HashKey,
+    "range": Range,
+    "explicit": Explicit,
+    "capacity": Capacity,
+}

@@ -91,12 +91,18 @@ _REQUIRED = ("model", "data", "loss", "metrics")
 
 def require_protocol(task: object, name: str) -> None:
     """Refuse a class that lacks a part of the protocol, naming what is missing."""
-    missing = [method for method in _REQUIRED if not callable(getattr(task, method, None))]
+    missing = [method for method in _REQUIRED if not _is_written(task, method)]
     if missing:
         raise UsageError(
             f"task {name}: missing {', '.join(f'{m}()' for m in missing)}. A task has "
             f"{', '.join(f'{m}()' for m in _REQUIRED)}; see docs/tasks.md"
         )
+
+
+def _is_written(task: object, method: str) -> bool:
+    """Present, and not merely the protocol's own placeholder that a subclass inherits."""
+    found = getattr(task, method, None)
+    return callable(found) and getattr(found, "__func__", found) is not getattr(Task, method)
 
 
 def rehearse(task: Task, name: str, examples: Examples) -> None:

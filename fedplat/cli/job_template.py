@@ -40,7 +40,7 @@ def _keys(model: BaseModel) -> Iterator[str]:
 
 def _inline(value: object) -> str:
     if isinstance(value, dict):
-        pairs = ", ".join(f"{tomli_w.dumps({k: 0}).split(' =')[0]} = {_inline(v)}" for k, v in value.items())
+        pairs = ", ".join(f"{tomli_w.dumps({k: 0}).rsplit(' = ', 1)[0]} = {_inline(v)}" for k, v in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     if isinstance(value, list):
         return f"[{', '.join(_inline(v) for v in value)}]"

@@ -6,6 +6,7 @@ where fedplat is installed: code is never shipped with a job.
 
 import importlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from fedplat.arguments import bind_arguments
@@ -35,16 +36,16 @@ def load_task(job: Job) -> Task:
     return task
 
 
-def find_class(reference: str, what: str, built_in: object) -> type:
+def find_class(reference: str, what: str, built_in: Iterable[str]) -> type:
     """Import `package.module:Class`, or explain in one sentence why that can't be done."""
     module_name, colon, class_name = reference.partition(":")
     if not colon:
-        names = built_in if isinstance(built_in, dict | list | tuple | set) else ()
-        raise UsageError(f"{unknown_name(what, reference, names)}; or your own as 'package.module:Class'")
+        raise UsageError(f"{unknown_name(what, reference, built_in)}; or your own as 'package.module:Class'")
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
-    except ImportError as error:
-        raise UsageError(f"{what} {reference}: can't import {module_name}: {error}. Is it on PYTHONPATH?") from None
+    except Exception as error:  # a module of the user's own can fail in any way while it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{what} {reference}: can't import {module_name}: {reason}. Is it on PYTHONPATH?") from None
     if not isinstance(found, type):
         raise UsageError(f"{what} {reference}: {module_name} has no class {class_name}")
     return found

@@ -8,6 +8,7 @@ original, or it is refused: a truncated file would otherwise train without a wor
 import gzip
 import hashlib
 import urllib.request
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -92,7 +93,7 @@ def _read_bytes(directory: Path, name: str) -> bytes:
                 return gzip.decompress(packed.read_bytes())
             if plain.exists():
                 return plain.read_bytes()
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise UsageError(f"{packed}: can't be read ({error}): truncated? Remove it and download again") from None
     raise UsageError(
         f"{directory}: {name}[.gz] not found. Set data.dir to the folder with MNIST's IDX files, "
@@ -107,12 +108,19 @@ def download(directory: Path, report: Callable[[str, float], None]) -> None:
     for number, name in enumerate(names):
         report(name, number / len(names))
         packed = _fetch(f"{name}.gz")
-        if hashlib.sha256(gzip.decompress(packed)).hexdigest() != CHECKSUMS[name]:
-            raise UsageError(f"{name}.gz: the download has a wrong checksum; nothing was written")
+        if not _is_original(name, packed):
+            raise UsageError(f"{name}.gz: the download has a wrong checksum; it was not written")
         partial = directory / f".{name}.gz.part"
         partial.write_bytes(packed)
         partial.rename(directory / f"{name}.gz")
     report("done", 1.0)
+
+
+def _is_original(name: str, packed: bytes) -> bool:
+    try:
+        return hashlib.sha256(gzip.decompress(packed)).hexdigest() == CHECKSUMS[name]
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def _fetch(file: str) -> bytes:

@@ -74,7 +74,7 @@ REFUSED = {
     "None where it is not allowed": (plain, {"width": None}, "where.width must be int (got None)"),
     "wrong for both sides of a union": (union, {"value": 1.5}, "where.value must be int or str (got 1.5)"),
     "text is not a list": (plain, {"width": 1, "sizes": "12"}, "where.sizes must be list (got '12')"),
-    "reserved": (reserved, {"data_dir": "/etc"}, "unknown argument 'data_dir'"),
+    "reserved": (reserved, {"data_dir": "/etc"}, "data_dir is fedplat's to set"),
     "reserved of an open-ended target": (open_ended, {"data_dir": "/etc"}, "data_dir"),
     "positional name of a class": (Constructed, {"self": 1}, "unknown argument 'self'"),
     "callback": (callbacks, {"plain_fn": "print"}, "plain_fn"),

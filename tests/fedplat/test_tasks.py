@@ -234,7 +234,7 @@ def test_task_without_a_method_is_refused_and_the_method_named(own: str, name: s
     [
         ({"slop": 1.0}, "task.args: unknown argument 'slop' (did you mean 'slope'?)"),
         ({"slope": "steep"}, "task.args.slope must be float"),
-        ({"data_dir": "/etc"}, "unknown argument 'data_dir'"),
+        ({"data_dir": "/etc"}, "data_dir is fedplat's to set"),
     ],
 )
 def test_wrong_argument_is_refused_before_the_task_is_made(own: str, args: dict[str, object], message: str) -> None:
