@@ -39,7 +39,7 @@ COHORTS = (10, 100, 1000)
 SHAPES = {"in.weight": (800, 784), "in.bias": (800,), "mid.weight": (480, 800), "mid.bias": (480,),
           "out.weight": (10, 480), "out.bias": (10,)}  # fmt: skip
 MODEL_BYTES = 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())
-GROWTH_LIMIT = 1.1
+GROWTH_LIMIT = 1.25
 """Peak memory at the largest cohort over that at the smallest: a constant, but for noise."""
 LARGEST = 1.5
 """No coordinate of a model or update here is larger."""

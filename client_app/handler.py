@@ -71,7 +71,7 @@ class Handler:
         return wire.reply_content(identity, measured.num_examples, measured.metrics)
 
     def _load(self, request: RecordDict) -> None:
-        record = request.array_records.get(wire.ARRAYS)
+        record = wire.records(request, ArrayRecord).get(wire.ARRAYS)
         if record is None:
             raise UsageError(f"request has no '{wire.ARRAYS}' record")
         write_arrays(self._state, self._decode(record))

@@ -7,6 +7,7 @@ identity it answers, so that the server can tell a stale or misdirected reply fr
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -15,6 +16,17 @@ ARRAYS, CONFIG, METRICS, IDENTITY = "arrays", "config", "metrics", "identity"
 NUM_EXAMPLES = "num-examples"
 JOB_KEY = "job"
 """The one run-config key that carries the job."""
+
+Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
+
+
+def records(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
+    """The records of one kind.
+
+    Not `content.array_records`: that view holds a bound method of itself (Flower 1.41, `_SyncedDict`), a cycle
+    that keeps the whole message, weights included, until the garbage collector looks at its oldest generation.
+    """
+    return {key: record for key, record in content.items() if isinstance(record, kind)}
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ class Identity:
 
     @classmethod
     def of(cls, content: RecordDict, key: str) -> "Identity":
-        record = content.config_records.get(key)
+        record = records(content, ConfigRecord).get(key)
         if record is None:
             raise ValueError(f"message has no '{key}' record")
         fields = {name: record.get(name, "") for name in ("job", "round", "attempt", "client")}
@@ -63,4 +75,4 @@ def reply_content(
 
 def payload_bytes(content: RecordDict) -> int:
     """Size of the arrays in a message: what dominates on a network."""
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    return sum(len(array.data) for record in records(content, ArrayRecord).values() for array in record.values())

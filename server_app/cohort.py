@@ -7,7 +7,7 @@ on (seed, r), not on node ids, on the order of connection or on who happens to b
 import time
 from collections.abc import Iterable, Mapping
 
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
@@ -61,7 +61,7 @@ class Roster:
         exchange.send([Message(RecordDict(), dst_node_id=node, message_type=HELLO) for node in nodes])
         names = {}
         for request, reply in exchange.replies():
-            record = reply.content.config_records.get(wire.IDENTITY) if reply.has_content() else None
+            record = wire.records(reply.content, ConfigRecord).get(wire.IDENTITY) if reply.has_content() else None
             if request is not None and record is not None:
                 names[request.metadata.dst_node_id] = str(record.get("client", ""))
         return names

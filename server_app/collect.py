@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedplat import wire
 from fedplat.errors import JobError
@@ -156,7 +156,7 @@ def _attempt(request: Message) -> int:
 
 def _next_attempt(request: Message) -> Message:
     content = RecordDict(dict(request.content))
-    config = content.config_records[wire.CONFIG].copy()
+    config = wire.records(content, ConfigRecord)[wire.CONFIG].copy()
     config["attempt"] = _attempt(request) + 1
     content[wire.CONFIG] = config
     metadata = request.metadata

@@ -2,7 +2,7 @@
 
 Floating-point addition is not associative, so Flower's FedAvg changes its last bits when replies
 come in another order, and it has to keep all replies. Here every coordinate becomes a 64-bit fixed-point
-number (resolution 2⁻⁴⁰), and weighted sums are kept exactly, as integers, in two limbs of 32 bits.
+number (resolution 2⁻⁴⁰), and weighted sums are kept exactly, as integers, in two limbs: high · 2³² + low.
 Integer addition is associative: order, number of workers and engine can't matter. It is also the
 arithmetic of secure aggregation.
 
@@ -20,6 +20,8 @@ INTEGER_BITS = 52
 MAX_TOTAL_WEIGHT = 2**31 - 1
 _LIMB = 32
 _MASK = np.int64(2**_LIMB - 1)
+_ROOM = 2**63 - 1
+"""What an int64 limb can hold."""
 _CHUNK = 1 << 16
 """Coordinates per pass: the temporaries of one chunk stay in the cache, and memory stays constant."""
 
@@ -31,6 +33,7 @@ class MeanReducer:
         self._template = {name: (array.shape, array.dtype) for name, array in template.items()}
         self._high = {name: np.zeros(array.size, np.int64) for name, array in template.items()}
         self._low = {name: np.zeros(array.size, np.int64) for name, array in template.items()}
+        self._low_bound = dict.fromkeys(template, 0)  # no |low| is larger; Python integers, so never wrapped
         self.total_weight = 0
         self.count = 0
 
@@ -40,31 +43,57 @@ class MeanReducer:
             raise ValueError(f"weight must be a whole number ≥ 1 (got {weight!r})")
         if self.total_weight + weight > MAX_TOTAL_WEIGHT:
             raise ValueError(f"total weight would exceed {MAX_TOTAL_WEIGHT}")
-        self._validate(arrays)
+        peaks = self._validate(arrays)
         for name, array in arrays.items():
-            self._add_array(name, array.reshape(-1), weight)
+            self._add_array(name, array.reshape(-1), weight, peaks[name])
         self.total_weight += weight
         self.count += 1
 
-    def _validate(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def _validate(self, arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """The largest |x| of each array, once all are known to fit."""
         if arrays.keys() != self._template.keys():
             raise ValueError("names differ from the template")
+        peaks = dict.fromkeys(arrays, 0.0)
         for name, array in arrays.items():
             if array.shape != self._template[name][0]:
                 raise ValueError(f"'{name}' has shape {array.shape}, expected {self._template[name][0]}")
             limit = 2**RANGE_BITS if np.issubdtype(array.dtype, np.floating) else 2**INTEGER_BITS
             # max and min see NaN and infinities too, and need no temporary of the array's size.
-            if array.size and not (array.max() < limit and array.min() > -limit):
-                raise ValueError(f"'{name}' has a value outside ±{limit}")
+            if array.size:
+                largest, smallest = float(array.max()), float(array.min())
+                if not (largest < limit and smallest > -limit):
+                    raise ValueError(f"'{name}' has a value outside ±{limit}")
+                peaks[name] = max(largest, -smallest)
+        return peaks
 
-    def _add_array(self, name: str, flat: np.ndarray, weight: int) -> None:
+    def _add_array(self, name: str, flat: np.ndarray, weight: int, peak: float) -> None:
+        """low += fixed · weight where that surely fits into an int64; else both limbs get their half."""
         scale = _scale_of(self._template[name][1])
+        term_bound = (int(peak * scale) + 1) * weight
+        fits = term_bound + 2**_LIMB <= _ROOM
+        if not fits:
+            term_bound = (2**_LIMB - 1) * weight
+        if self._low_bound[name] + term_bound > _ROOM:
+            self._carry(name)
+        self._low_bound[name] += term_bound
         high, low = self._high[name], self._low[name]
         for start in range(0, flat.size, _CHUNK):
             part = slice(start, start + _CHUNK)
-            fixed = np.rint(np.multiply(flat[part], scale, dtype=np.float64)).astype(np.int64)
-            high[part] += (fixed >> _LIMB) * weight
-            low[part] += (fixed & _MASK) * weight
+            scaled = np.multiply(flat[part], scale, dtype=np.float64)
+            fixed = np.rint(scaled, out=scaled).astype(np.int64)
+            if fits:
+                fixed *= weight
+                low[part] += fixed
+            else:
+                high[part] += (fixed >> _LIMB) * weight
+                low[part] += (fixed & _MASK) * weight
+
+    def _carry(self, name: str) -> None:
+        """Move what is above 32 bits from the low limb to the high one; the number they stand for stays."""
+        high, low = self._high[name], self._low[name]
+        high += low >> _LIMB
+        low &= _MASK
+        self._low_bound[name] = 2**_LIMB - 1
 
     def mean(self) -> dict[str, np.ndarray]:
         if self.count == 0:
@@ -73,12 +102,16 @@ class MeanReducer:
 
     def _mean_of(self, name: str) -> np.ndarray:
         shape, dtype = self._template[name]
-        # Carry first: then the low limb is below 2³² and the sum of the two floats rounds only once.
-        high = self._high[name] + (self._low[name] >> _LIMB)
-        low = self._low[name] & _MASK
-        total = high * float(2**_LIMB) + low
-        mean = total / (self.total_weight * _scale_of(dtype))
-        return (mean if np.issubdtype(dtype, np.floating) else np.rint(mean)).astype(dtype).reshape(shape)
+        divisor = self.total_weight * _scale_of(dtype)
+        mean = np.empty(self._low[name].size, dtype)
+        for start in range(0, mean.size, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            # Carry first: then the low limb is below 2³² and the sum of the two floats rounds only once.
+            high = self._high[name][part] + (self._low[name][part] >> _LIMB)
+            low = self._low[name][part] & _MASK
+            exact = (high * float(2**_LIMB) + low) / divisor
+            mean[part] = exact if np.issubdtype(dtype, np.floating) else np.rint(exact)
+        return mean.reshape(shape)
 
 
 def _scale_of(dtype: np.dtype) -> float:
