@@ -27,6 +27,7 @@ from fedplat.job_sections import (
     LocalSection,
     Section,
     ServerSection,
+    SimulationSection,
     TaskSection,
 )
 
@@ -41,6 +42,7 @@ class Job(Section):
     local: LocalSection = LocalSection()
     server: ServerSection = ServerSection()
     evaluation: EvaluationSection = EvaluationSection()
+    simulation: SimulationSection = SimulationSection()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Job":

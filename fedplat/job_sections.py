@@ -75,6 +75,8 @@ class TaskSection(Section):
     initialisation."""
     init_sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
     """Required SHA-256 of init_from; filled in when a run starts, so that a resume uses the same file."""
+    personal: tuple[str, ...] = ()
+    """Name patterns of parameters that each client trains and keeps for itself (personal layers, FedPer)."""
     freeze: tuple[str, ...] = ()
     """Name patterns (fnmatch) of parameters that neither train nor travel, e.g. ['encoder.*']."""
 
@@ -187,6 +189,35 @@ class LocalSection(Section):
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum belongs to sgd; {self.optimizer} has its own")
         return self
+
+
+class FaultsSection(Section):
+    """Faults on purpose, each with its probability per request, drawn from the job's seed."""
+
+    fail: Fraction = 0.0
+    """The client raises an error."""
+    drop: Fraction = 0.0
+    """The client never answers."""
+    late: Fraction = 0.0
+    """The client answers, but only after cohort.deadline_s."""
+    nan: Fraction = 0.0
+    """The client sends an update full of NaN."""
+    crash: Fraction = 0.0
+    """The worker process that runs the client dies (engine `process`; elsewhere the client fails)."""
+
+
+class SimulationSection(Section):
+    """How virtual clients run on this machine (ignored at a real site)."""
+
+    engine: Literal["auto", "vector", "process", "serial", "ray"] = "auto"
+    """vector: many clients at once in one process; process: a pool of workers; serial: one after another;
+    ray: Flower's own simulation runtime; auto: measured on this job."""
+    workers: StrictInt = Field(0, ge=0)
+    """Worker processes of `process` and `ray`; 0 is one per core."""
+    chunk: StrictInt = Field(0, ge=0)
+    """Clients per batch of `vector`; 0 lets fedplat choose."""
+    faults: FaultsSection = FaultsSection()
+    """Faults to inject."""
 
 
 class ServerSection(Section):
