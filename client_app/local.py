@@ -2,11 +2,11 @@
 
 One *step* is one optimiser update from `accumulate` batches. Losses are per example, and every
 micro-batch is divided by the number of examples in its whole step, so accumulation changes memory,
-not mathematics. Order: backward, proximal term, clip, update.
+not mathematics. Order: backward, proximal term, clip, correction (SCAFFOLD), update with weight decay.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from fedplat.task import Examples, Task, example_losses
 
 LEAST_SCALE = 2.0**-10
 """Below this a gradient that still overflows is infinite in truth; the update check will refuse the result."""
+Corrections = Sequence[tuple[nn.Parameter, Tensor]]
+"""What is added to the gradient of each of these parameters in every step, after clipping."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -64,7 +66,9 @@ class LocalTrainer:
         self._augment = getattr(task, "augment", None)
         self._shares: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    def train(self, examples: Examples, lr: float, generator: torch.Generator) -> LocalResult:
+    def train(
+        self, examples: Examples, lr: float, generator: torch.Generator, corrections: Corrections = ()
+    ) -> LocalResult:
         """Train the model in place on the examples, starting from its current weights."""
         local = self._job.local
         anchor = [p.detach().clone() for p in self._parameters] if self._job.proximal_mu else []
@@ -74,7 +78,7 @@ class LocalTrainer:
         steps = 0
         for rows in step_batches(len(examples), local.batch_size * local.accumulate, local, generator):
             # In fp16 a step whose gradient overflowed is repeated at a lower scale, never just left out.
-            while not self._step(examples, rows, generator, optimizer, scaler, anchor, sums):
+            while not self._step(examples, rows, generator, optimizer, scaler, anchor, corrections, sums):
                 pass
             steps += 1
         return LocalResult(steps, sums.means())
@@ -87,6 +91,7 @@ class LocalTrainer:
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         anchor: list[Tensor],
+        corrections: Corrections,
         sums: "_RunningMeans",
     ) -> bool:
         """One optimiser step on the given rows; False if the gradient overflowed and nothing was updated."""
@@ -97,7 +102,7 @@ class LocalTrainer:
             losses = self._micro_batch(examples, micro, generator, sums)
             scaler.scale(losses).backward(self._share(losses, len(rows)))
         scale = scaler.get_scale()
-        self._finish_step(optimizer, scaler, anchor)
+        self._finish_step(optimizer, scaler, anchor, corrections)
         return scaler.get_scale() >= scale or scale < LEAST_SCALE
 
     def _share(self, losses: Tensor, count: int) -> Tensor:
@@ -128,16 +133,23 @@ class LocalTrainer:
         return losses
 
     def _finish_step(
-        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, anchor: list[Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        anchor: list[Tensor],
+        corrections: Corrections,
     ) -> None:
         local = self._job.local
-        if anchor or local.clip_norm is not None:
+        if anchor or corrections or local.clip_norm is not None:
             scaler.unscale_(optimizer)
         for parameter, start in zip(self._parameters, anchor, strict=False):
             if parameter.grad is not None:
                 parameter.grad.add_(parameter.detach() - start, alpha=self._job.proximal_mu)
         if local.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, local.clip_norm)
+        for parameter, correction in corrections:
+            # A parameter that this client's loss doesn't touch has the gradient 0, and is corrected like any other.
+            parameter.grad = correction.clone() if parameter.grad is None else parameter.grad.add_(correction)
         scaler.step(optimizer)
         scaler.update()
 

@@ -1,4 +1,4 @@
-"""Where tensors live: the accelerator if the machine has one, else the CPU."""
+"""Where tensors live (the accelerator if the machine has one, else the CPU) and how many threads compute them."""
 
 import torch
 
@@ -9,3 +9,9 @@ def default_device() -> torch.device:
         if found is not None:
             return found
     return torch.device("cpu")
+
+
+def use_threads(count: int) -> None:
+    """Torch threads of this process; 0 leaves them alone. Two processes with torch's default fight for the cores."""
+    if count and torch.get_num_threads() != count:
+        torch.set_num_threads(count)

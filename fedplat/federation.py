@@ -36,9 +36,10 @@ class ClientRows:
 class FederationData:
     """All clients' examples, sharing one copy of the training data."""
 
-    def __init__(self, job: Job, task: Task) -> None:
+    def __init__(self, job: Job, task: Task, examples: Examples | None = None) -> None:
         self._job = job
-        self.examples: Examples = task.data("train")
+        # A worker process gets the examples in shared memory instead of loading its own copy.
+        self.examples: Examples = task.data("train") if examples is None else examples
         self.parts = partition(
             job.data.partition,
             len(self.examples),

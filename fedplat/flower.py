@@ -9,6 +9,7 @@ import uuid
 from importlib.metadata import version
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.app.metadata import Metadata
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -52,8 +53,13 @@ def private_copy(message: Message) -> Message:
     content = RecordDict()
     for key, record in message.content.items():
         content[key] = record.copy()
-    copy: Message = Message(content=content, metadata=message.metadata)  # type: ignore[call-overload]
-    return copy
+    return message_with(content, message.metadata)
+
+
+def message_with(content: RecordDict, metadata: Metadata) -> Message:
+    """A message that already has its metadata."""
+    message: Message = Message(content=content, metadata=metadata)  # type: ignore[call-overload]
+    return message
 
 
 def error_reply(message: Message, reason: str) -> Message:

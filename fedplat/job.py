@@ -53,8 +53,31 @@ class Job(Section):
         strategy_mu = self.server.args.get("proximal_mu")
         if strategy_mu is not None and self.local.proximal_mu not in (0.0, strategy_mu):
             raise ValueError("local.proximal_mu and server.args.proximal_mu differ: give one of them")
+        self._check_client_state()
         self.canonical()  # refuses what has no JSON form (NaN in task.args)
         return self
+
+    def _check_client_state(self) -> None:
+        if self.task.personal and (self.evaluation.server or self.evaluation.clients == 0):
+            raise ValueError(
+                "task.personal needs evaluation.server = false and evaluation.clients > 0 (with data.holdout > 0): "
+                "the server's copy of personal layers is never trained, so the model is judged at the clients"
+            )
+        if self.is_scaffold and (self.local.optimizer != "sgd" or self.local.momentum):
+            raise ValueError(
+                "server.strategy = 'Scaffold' needs local.optimizer = 'sgd' and local.momentum = 0: it measures a "
+                "client's gradient as (x − y) / (K · lr), which holds only for plain steps"
+            )
+
+    @property
+    def is_scaffold(self) -> bool:
+        """Control variates travel beside the model (`server_app/scaffold.py`, `client_app/scaffold.py`)."""
+        return self.server.strategy == "Scaffold"
+
+    @property
+    def uses_client_state(self) -> bool:
+        """Clients keep something between rounds: personal layers or control variates."""
+        return bool(self.task.personal) or self.is_scaffold
 
     @property
     def proximal_mu(self) -> float:

@@ -76,7 +76,8 @@ class TaskSection(Section):
     init_sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
     """Required SHA-256 of init_from; filled in when a run starts, so that a resume uses the same file."""
     personal: tuple[str, ...] = ()
-    """Name patterns of parameters that each client trains and keeps for itself (personal layers, FedPer)."""
+    """Name patterns (fnmatch) of parameters and buffers that each client trains and keeps for itself (FedPer),
+    e.g. ['2.*']. Needs evaluation.server = false and evaluation.clients > 0."""
     freeze: tuple[str, ...] = ()
     """Name patterns (fnmatch) of parameters that neither train nor travel, e.g. ['encoder.*']."""
 
@@ -224,7 +225,7 @@ class ServerSection(Section):
     """Aggregation, checks on arrival, checkpoints."""
 
     strategy: str = "FedAvg"
-    """A strategy of flwr.serverapp.strategy, or your own as 'package.module:Class'."""
+    """A strategy of flwr.serverapp.strategy, Scaffold (fedplat's own), or yours as 'package.module:Class'."""
     args: Arguments = Field(default_factory=dict)
     """Arguments of the strategy's constructor, e.g. { eta = 0.01 }. Sampling belongs to [cohort]."""
     max_update_norm: Positive = 1e4

@@ -1,8 +1,8 @@
 """The model of a job: how it starts, which of its tensors travel, how arrays go in and out.
 
-What travels is everything in the model's state except what `task.freeze` names: trainable
-parameters and buffers. Frozen tensors come from `task.init_from` (or the seed) at every party
-and never cross the network.
+What travels is everything in the model's state except what `task.freeze` and `task.personal` name:
+trainable parameters and buffers. Frozen tensors come from `task.init_from` (or the seed) at every party,
+personal ones start there and are then each client's own; neither ever crosses the network.
 """
 
 import fnmatch
@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from fedplat import wire
 from fedplat.errors import UsageError
 from fedplat.job import Job
 from fedplat.streams import torch_seeded
@@ -34,34 +35,66 @@ _TRAVEL_DTYPES = (
 
 
 def build_model(job: Job, task: Task) -> nn.Module:
-    """The initial model: seeded, optionally loaded from a file, with frozen parameters marked."""
+    """The initial model: seeded, optionally loaded from a file, with frozen parameters marked.
+
+    Raises UsageError for patterns of `task.freeze` and `task.personal` that this model can't follow.
+    """
     with torch_seeded(job.job.seed, "model"):
         model = task.model()
     if job.task.init_from is not None:
         load_file(model, Path(job.task.init_from), job.task.init_sha256)
     _freeze(model, job.task.freeze)
+    _require_personal(model, job.task.personal, job.task.freeze)
     return model
 
 
 def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    names = list(model.state_dict())
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise UsageError(f"task.freeze: '{pattern}' matches no parameter. The model has: {', '.join(names)}")
+    _require_matches("task.freeze", patterns, list(model.state_dict()))
     for name, parameter in model.named_parameters():
-        if _is_frozen(name, patterns):
+        if _is_named(name, patterns):
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("task.freeze leaves nothing to train: narrow its patterns")
 
 
-def _is_frozen(name: str, patterns: tuple[str, ...]) -> bool:
+def _require_personal(model: nn.Module, personal: tuple[str, ...], freeze: tuple[str, ...]) -> None:
+    names = list(model.state_dict())
+    _require_matches("task.personal", personal, names)
+    both = [name for name in names if _is_named(name, personal) and _is_named(name, freeze)]
+    if both:
+        raise UsageError(f"{', '.join(both)}: frozen and personal at once. Narrow task.freeze or task.personal")
+    if all(_is_named(name, personal + freeze) for name in names):
+        raise UsageError("task.personal leaves nothing to travel, so nothing would be learned together: narrow it")
+
+
+def _require_matches(key: str, patterns: tuple[str, ...], names: list[str]) -> None:
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UsageError(f"{key}: '{pattern}' matches no parameter. The model has: {', '.join(names)}")
+
+
+def _is_named(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def travelling_state(model: nn.Module, freeze: tuple[str, ...]) -> dict[str, Tensor]:
+def travelling_state(model: nn.Module, freeze: tuple[str, ...], personal: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """The live tensors that travel between server and clients, by name."""
-    state = {name: t for name, t in model.state_dict().items() if not _is_frozen(name, freeze)}
+    return _exchangeable({n: t for n, t in model.state_dict().items() if not _is_named(n, freeze + personal)})
+
+
+def personal_state(model: nn.Module, personal: tuple[str, ...]) -> dict[str, Tensor]:
+    """The live tensors that each client trains and keeps for itself, buffers included, by name."""
+    return _exchangeable({name: t for name, t in model.state_dict().items() if _is_named(name, personal)})
+
+
+def controlled_parameters(model: nn.Module, travelling: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """The parameters that SCAFFOLD corrects (trained and travelling), by the name of their control variate."""
+    named = model.named_parameters()
+    return {wire.CONTROL + name: p for name, p in named if p.requires_grad and name in travelling}
+
+
+def _exchangeable(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state, if NumPy and safetensors know all of its types."""
     for name, tensor in state.items():
         if tensor.dtype not in _TRAVEL_DTYPES:
             raise UsageError(
@@ -75,7 +108,7 @@ def set_training(model: nn.Module, freeze: tuple[str, ...]) -> None:
     model.train()
     for prefix, module in model.named_modules():
         buffers = [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)]
-        if any(_is_frozen(name, freeze) for name in buffers):
+        if any(_is_named(name, freeze) for name in buffers):
             module.eval()
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a run, a comparison and a partition. Drawn off-screen, saved as PNG."""
+"""Pictures of a run, a comparison, a sweep and a partition. Drawn off-screen, saved as PNG."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,9 +76,11 @@ def plot_comparison(summaries: Sequence[Summary], metric: str, path: Path) -> No
     """The same metric of several runs in one picture, over rounds and over training time."""
     figure, (left, right) = _figure(2, f"{metric} at the server")
     for summary in summaries:
-        label = Path(summary.run).name
-        _curve(left, summary.server, metric, label, None)
-        points = [(n, v[metric]) for n, v in sorted(summary.server.items()) if metric in v]
+        measured, label = summary.server, Path(summary.run).name
+        if not measured:  # evaluation.server = false: clients are the only ones who measure
+            measured, label = summary.on_clients, f"{label} (clients' held-out)"
+        _curve(left, measured, metric, label, None)
+        points = [(n, v[metric]) for n, v in sorted(measured.items()) if metric in v]
         per_round = summary.training_s / summary.rounds if summary.rounds else 0.0
         if points:
             right.plot([n * per_round for n, _ in points], [v for _, v in points], label=label, linewidth=1.6)
@@ -86,6 +88,41 @@ def plot_comparison(summaries: Sequence[Summary], metric: str, path: Path) -> No
     right.set(xlabel="training seconds", ylabel=metric)
     left.legend(frameon=False, fontsize=8)
     _save(figure, path)
+
+
+def plot_sweep(settings: Mapping[str, Sequence[Summary]], metric: str, path: Path) -> None:
+    """The mean curve of every setting of a sweep, with a band from the least to the greatest of its seeds.
+
+    Settings come best first; what doesn't fit into the colours is drawn grey.
+    """
+    from matplotlib import colormaps
+
+    metrics = list(dict.fromkeys((metric, "loss")))
+    figure, axes = _figure(len(metrics), f"{len(settings)} settings, at the server")
+    colors = colormaps["tab10"]
+    for position, (name, runs) in enumerate(settings.items()):
+        coloured = position < colors.N
+        label = name if coloured else ("others" if position == colors.N else "_")
+        for axis, shown in zip(axes, metrics, strict=True):
+            _band(axis, runs, shown, label, colors(position) if coloured else GREY)
+    for axis, shown in zip(axes, metrics, strict=True):
+        axis.set(xlabel="round", ylabel=shown)
+    handles, labels = axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8, ncols=2)
+    _save(figure, path)
+
+
+def _band(axis: "Axes", runs: Sequence[Summary], metric: str, label: str, color: object) -> None:
+    """Mean, minimum and maximum over runs, at the rounds that all of them evaluated."""
+    tables = [{number: values[metric] for number, values in run.server.items() if metric in values} for run in runs]
+    rounds = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
+    if not rounds:
+        return
+    values = np.array([[table[number] for number in rounds] for table in tables])
+    axis.plot(rounds, values.mean(axis=0), label=label, color=color, linewidth=1.6)
+    if len(runs) > 1:
+        axis.fill_between(rounds, values.min(axis=0), values.max(axis=0), color=color, alpha=0.15, linewidth=0)
 
 
 def plot_partition(parts: Sequence[np.ndarray], labels: np.ndarray | None, title: str, path: Path) -> None:

@@ -71,7 +71,7 @@ class RunDirectory:
             raise UsageError(f"{path}: can't be created: {error.strerror}") from None
         run = cls(path)
         run.checkpoints.mkdir()
-        write_file(run.job_file, job.to_toml().encode())
+        run.write_job(job)
         return run
 
     @classmethod
@@ -80,6 +80,9 @@ class RunDirectory:
         if not run.job_file.is_file():
             raise UsageError(f"{path}: not a fedplat run directory (no job.toml). List them with: fedplat runs list")
         return run
+
+    def write_job(self, job: Job) -> None:
+        write_file(self.job_file, job.to_toml().encode())
 
     def job(self) -> Job:
         return parse_job(self.job_file.read_text(encoding="utf-8"), str(self.job_file))

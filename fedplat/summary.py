@@ -49,8 +49,13 @@ class Summary:
         """The last value measured at the server."""
         return self.server[max(self.server)].get(metric) if self.server else None
 
+    def final_on_clients(self, metric: str) -> float | None:
+        """The last mean over clients' held-out examples."""
+        return self.on_clients[max(self.on_clients)].get(metric) if self.on_clients else None
+
     def as_json(self, wall_s: float) -> dict[str, Any]:
-        """The contract of `--json`: these keys stay."""
+        """The contract of `--json`: these keys stay; the last two are there if clients evaluated."""
+        held_out = {f"clients_{name}": self.final_on_clients(name) for name in ("accuracy", "loss")}
         return {
             "run": self.run,
             "rounds": self.rounds,
@@ -62,6 +67,7 @@ class Summary:
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
             "model_sha256": self.model_sha256,
+            **(held_out if self.on_clients else {}),
         }
 
 

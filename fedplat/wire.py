@@ -14,6 +14,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 ARRAYS, CONFIG, METRICS, IDENTITY = "arrays", "config", "metrics", "identity"
 NUM_EXAMPLES = "num-examples"
+NUM_UPDATES = "num-updates"
+"""In a reply that is a mean: how many updates it was taken over."""
+CONTROL = "scaffold/"
+"""SCAFFOLD's control variate of parameter p travels beside the model as `scaffold/p`."""
 JOB_KEY = "job"
 """The one run-config key that carries the job."""
 

@@ -6,7 +6,7 @@ infinite, or if the update lies absurdly far from the global model.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +15,19 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from fedplat import wire
 from fedplat.model import Arrays
 from fedplat.wire import Identity
-from server_app.mean import MAX_TOTAL_WEIGHT
+from server_app.mean import MAX_TOTAL_WEIGHT, RANGE_BITS, peak
+from server_app.stack import UpdateStack
 
 _CHUNK = 1 << 13
 """Coordinates per pass. OpenBLAS spreads a dot product of more than 10,000 over threads: their number would show in
 the last bits, and they spin while they wait for the next one."""
+
+
+NOT_FINITE = "update has NaN or infinite values"
+
+
+def _too_far(norm: float, max_norm: float) -> str:
+    return f"update norm {norm:.3g} exceeds server.max_update_norm = {max_norm:g}"
 
 
 class Refused(Exception):
@@ -92,9 +100,9 @@ def check_update(
         _check_header(name, arrays[name].shape, str(arrays[name].dtype), model[name])
     norm = update_norm(arrays, model)
     if not math.isfinite(norm):
-        raise Refused("update has NaN or infinite values")
+        raise Refused(NOT_FINITE)
     if norm > max_norm:
-        raise Refused(f"update norm {norm:.3g} exceeds server.max_update_norm = {max_norm:g}")
+        raise Refused(_too_far(norm, max_norm))
     return Update(report.num_examples, report.metrics, arrays, norm)
 
 
@@ -122,3 +130,57 @@ def _squared_distance(one: np.ndarray, other: np.ndarray) -> float:
         delta = np.subtract(one[part], other[part], dtype=np.float64)
         total += float(np.dot(delta, delta))
     return total
+
+
+def check_stack(
+    stack: UpdateStack, expected: Sequence[Identity], model: Mapping[str, np.ndarray], max_norm: float
+) -> tuple[list[str | None], list[float]]:
+    """The same checks for every row of a stack: a reason to refuse it, or None; and the norms."""
+    _check_stack_header(stack, model)
+    norms = _stack_norms(stack.arrays, model)
+    finite = {name: np.isfinite(values) for name, values in stack.metrics.items()}
+    too_large = _rows_out_of_range(stack.arrays)
+    reasons: list[str | None] = []
+    for row, identity in enumerate(expected):
+        reason = None
+        if stack.identities[row] != identity:
+            reason = f"wrong identity: {stack.identities[row]}, expected {identity}"
+        elif not all(column[row] for column in finite.values()):
+            reason = "a metric is not a finite number"
+        elif not math.isfinite(norms[row]):
+            reason = NOT_FINITE
+        elif norms[row] > max_norm:
+            reason = _too_far(norms[row], max_norm)
+        elif row in too_large:
+            reason = f"update has a value outside ±2^{RANGE_BITS}"
+        reasons.append(reason)
+    return reasons, norms
+
+
+def _check_stack_header(stack: UpdateStack, model: Mapping[str, np.ndarray]) -> None:
+    """A stack is made by our own engine: one that doesn't fit is a bug, not a bad client."""
+    for name, array in model.items():
+        found = stack.arrays[name]
+        if found.shape != (len(stack), *array.shape) or found.dtype != array.dtype:
+            raise ValueError(
+                f"stack of '{name}': {found.shape} {found.dtype} for a model of {array.shape} {array.dtype}"
+            )
+
+
+def _rows_out_of_range(stacks: Mapping[str, np.ndarray]) -> set[int]:
+    """Rows that the fixed-point mean can't hold."""
+    rows: set[int] = set()
+    for stack in stacks.values():
+        if np.issubdtype(stack.dtype, np.floating) and not peak(stack) < 2**RANGE_BITS:
+            rows.update(row for row in range(len(stack)) if not peak(stack[row]) < 2**RANGE_BITS)
+    return rows
+
+
+def _stack_norms(stacks: Mapping[str, np.ndarray], model: Mapping[str, np.ndarray]) -> list[float]:
+    total = np.zeros(len(next(iter(stacks.values()))))
+    with np.errstate(all="ignore"):
+        for name, stack in stacks.items():
+            if np.issubdtype(stack.dtype, np.floating):
+                delta = np.subtract(stack, model[name]).reshape(len(stack), -1)
+                total += np.einsum("ij,ij->i", delta, delta, dtype=np.float64)
+        return [float(norm) for norm in np.sqrt(total)]

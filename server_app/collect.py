@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedplat import wire
 from fedplat.errors import JobError
@@ -17,9 +17,10 @@ from fedplat.events import ClientFailed, ClientTrained, Event
 from fedplat.job import Job
 from fedplat.model import Arrays
 from fedplat.wire import Identity
-from server_app.checks import Refused, Report, Update, check_update
+from server_app.checks import Refused, Report, Update, check_stack, check_update
 from server_app.exchange import Exchange
 from server_app.mean import MeanReducer
+from server_app.stack import UpdateStack
 
 Kind = Literal["error", "late", "refused"]
 LAST_ATTEMPT = 2
@@ -60,6 +61,7 @@ class Collector:
         emit: Callable[[Event], None],
     ) -> None:
         self._job, self._round, self._model, self._name_of = job, round_number, model, name_of
+        self._digest = job.digest
         self._emit = emit
         self._reducer = MeanReducer(model) if reduce else None
         self._kept: dict[str, Message] = {}
@@ -69,10 +71,14 @@ class Collector:
     def run(self, exchange: Exchange, requests: list[Message]) -> None:
         """Send the requests and take replies until all are in or the deadline has passed."""
         self._send(exchange, requests)
-        for request, reply in exchange.replies():
-            if request is None:
+        for request, reply in exchange.updates() if self._reducer is not None else exchange.replies():
+            if isinstance(reply, UpdateStack):
+                assert isinstance(request, list)
+                self._stack_arrived(exchange, request, reply)
+            elif request is None:
                 self._stray(reply)
             else:
+                assert isinstance(request, Message)
                 self._arrived(exchange, request, reply)
         for request in exchange.missing():
             reason = f"no reply within {self._job.cohort.deadline_s:g} s"
@@ -84,9 +90,10 @@ class Collector:
             return [self._kept[name] for name in sorted(self._kept, key=lambda n: (len(n), n))]
         if self._reducer.count == 0 or self._template is None:
             return []
-        identity = Identity(self._job.digest, self._round, 1, "mean")
+        identity = Identity(self._digest, self._round, 1, "mean")
         arrays = wire.encode_arrays(self._reducer.mean())
         content = wire.reply_content(identity, self._reducer.total_weight, self.tally.mean_metrics(), arrays)
+        wire.records(content, MetricRecord)[wire.METRICS][wire.NUM_UPDATES] = self._reducer.count
         return [Message(content, reply_to=self._template)]
 
     def _send(self, exchange: Exchange, requests: list[Message]) -> None:
@@ -105,7 +112,7 @@ class Collector:
             self._failed(exchange, request, "error", _last_line(reply.error.reason))
             return
         self.tally.bytes_up += wire.payload_bytes(reply.content)
-        expected = Identity(self._job.digest, self._round, _attempt(request), client)
+        expected = Identity(self._digest, self._round, _attempt(request), client)
         try:
             update = check_update(reply, request, expected, self._model, self._job.server.max_update_norm)
             self._accept(client, request, reply, update)
@@ -121,15 +128,39 @@ class Collector:
             except ValueError as error:
                 raise Refused(str(error)) from None
             self._template = request
+        self._count(client, Report(update.num_examples, update.metrics), update.norm)
+
+    def _stack_arrived(self, exchange: Exchange, requests: list[Message], stack: UpdateStack) -> None:
+        """Many updates at once: the same checks, the same bits, without a message for each."""
+        clients = [self._name_of[request.metadata.dst_node_id] for request in requests]
+        expected = [
+            Identity(self._digest, self._round, _attempt(request), client)
+            for request, client in zip(requests, clients, strict=True)
+        ]
+        reasons, norms = check_stack(stack, expected, self._model, self._job.server.max_update_norm)
+        rows = [row for row, reason in enumerate(reasons) if reason is None]
+        if rows and self._reducer is not None:
+            chosen = slice(None) if len(rows) == len(stack) else rows
+            arrays = {name: array[chosen] for name, array in stack.arrays.items()}
+            self._reducer.add_stack(arrays, [stack.num_examples[row] for row in rows])
+            self._template = requests[rows[0]]
+        self.tally.bytes_up += sum(wire.payload_bytes(request.content) for request in requests)
+        for row, reason in enumerate(reasons):
+            if reason is None:
+                self._count(clients[row], Report(stack.num_examples[row], stack.row_metrics(row)), norms[row])
+            else:
+                self._failed(exchange, requests[row], "refused", reason)
+
+    def _count(self, client: str, report: Report, norm: float) -> None:
         self.tally.failures.pop(client, None)  # a retry made it good
-        self.tally.reports[client] = Report(update.num_examples, update.metrics)
+        self.tally.reports[client] = report
         self._emit(
             ClientTrained(
                 round=self._round,
                 client=client,
-                num_examples=update.num_examples,
-                update_norm=update.norm,
-                metrics=update.metrics,
+                num_examples=report.num_examples,
+                update_norm=norm,
+                metrics=report.metrics,
             )
         )
 

@@ -67,6 +67,10 @@ class Driver:
         decode_state(self._strategy, checkpoint.strategy)
         if isinstance(self._grid, HoldsClientState):
             self._grid.restore_client_states(checkpoint.clients)
+        elif self._job.uses_client_state:
+            raise JobError(
+                "this job's clients keep state, which this Grid can't restore: the run can't be resumed here"
+            )
         # A safetensors file forgets the order of tensors, and Flower's strategies zip by position.
         self._state = replace(checkpoint, arrays=self._model.conform(checkpoint.arrays))
 
@@ -123,9 +127,8 @@ class Driver:
         """Train a cohort; None instead of arrays if the round did not change the model."""
         nodes = self._connected(number, cohort, "train")
         reduce = self._job.server.strategy in MEAN_BASED
-        collector = Collector(
-            self._job, number, self._state.arrays, {n: c for c, n in nodes.items()}, reduce, self._log.append
-        )
+        origin, name_of = self._model.origin(self._state.arrays), {n: c for c, n in nodes.items()}
+        collector = Collector(self._job, number, origin, name_of, reduce, self._log.append)
         exchange = Exchange(self._grid, self._job.cohort.deadline_s)
         if nodes:
             collector.run(exchange, self._requests(number, nodes, train=True))

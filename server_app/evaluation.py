@@ -6,25 +6,41 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
+import torch
 
 from fedplat.device import default_device
 from fedplat.errors import JobError, UsageError
 from fedplat.evaluate import Measurement, evaluate
 from fedplat.files import write_file
 from fedplat.job import Job
-from fedplat.model import Arrays, build_model, read_arrays, travelling_state, write_arrays
+from fedplat.model import (
+    Arrays,
+    build_model,
+    controlled_parameters,
+    personal_state,
+    read_arrays,
+    travelling_state,
+    write_arrays,
+)
 from fedplat.task import Examples, Task
 
 
 class GlobalModel:
-    """The server's copy of the model; frozen parameters stay here and never travel."""
+    """The server's copy of the model; frozen parameters stay here and never travel.
+
+    `initial` is what a run starts from: the model's travelling arrays and, for SCAFFOLD, control variates of zero.
+    """
 
     def __init__(self, job: Job, task: Task) -> None:
         self._task = task
         self._device = default_device()
         self._model = build_model(job, task).to(self._device)
-        self._state = travelling_state(self._model, job.task.freeze)
-        self.initial: Arrays = read_arrays(self._state)
+        self._state = travelling_state(self._model, job.task.freeze, job.task.personal)
+        self._personal = frozenset(personal_state(self._model, job.task.personal))
+        controlled = controlled_parameters(self._model, self._state) if job.is_scaffold else {}
+        controls = read_arrays({name: torch.zeros_like(p) for name, p in controlled.items()})
+        self.initial: Arrays = read_arrays(self._state) | controls
+        self.num_parameters = sum(tensor.numel() for tensor in self._state.values())
         self._test: Examples | None = task.data("test") if job.evaluation.server else None
 
     def conform(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
@@ -40,15 +56,26 @@ class GlobalModel:
             conformed[name] = np.asarray(array if whole else np.rint(array)).astype(template.dtype)
         return conformed
 
+    def origin(self, arrays: Arrays) -> Arrays:
+        """What an update's distance is measured from: the model, and no change where clients send changes (Δc)."""
+        return {name: array if name in self._state else np.zeros_like(array) for name, array in arrays.items()}
+
     def measure(self, arrays: Arrays) -> Measurement:
         if self._test is None:
             raise UsageError("this job has evaluation.server = false")
-        write_arrays(self._state, arrays)
+        self._write(arrays)
         return evaluate(self._model, self._task, self._test, self._device)
 
     def save(self, arrays: Arrays, path: Path) -> str:
-        """Write the whole model, frozen parameters included; returns the file's SHA-256."""
-        write_arrays(self._state, arrays)
-        content = safetensors.numpy.save(read_arrays(self._model.state_dict()))
+        """Write the model, frozen parameters included; returns the file's SHA-256.
+
+        Personal layers are left out: the server never had a trained one.
+        """
+        self._write(arrays)
+        ours = {name: t for name, t in self._model.state_dict().items() if name not in self._personal}
+        content = safetensors.numpy.save(read_arrays(ours))
         write_file(path, content)
         return hashlib.sha256(content).hexdigest()
+
+    def _write(self, arrays: Arrays) -> None:
+        write_arrays(self._state, {name: arrays[name] for name in self._state})

@@ -6,11 +6,15 @@ makes up for a dead node carries the server's own node id.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TypeVar
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from server_app.stack import DeliversStacks, KnowsItsFuture, UpdateStack
+
+Arrival = TypeVar("Arrival", Message, Message | UpdateStack)
 FIRST_POLL_S, LONGEST_POLL_S = 0.02, 1.0
 
 
@@ -29,15 +33,31 @@ class Exchange:
 
     def replies(self) -> Iterator[tuple[Message | None, Message]]:
         """(request, reply) pairs; the request is None for a reply that answers nothing still open."""
+        for arrival in self._arrivals(self._grid.pull_messages):
+            yield self._pending.pop(arrival.metadata.reply_to_message_id, None), arrival
+
+    def updates(self) -> Iterator[tuple[Message | None, Message] | tuple[list[Message], UpdateStack]]:
+        """Like `replies`, but a Grid that computes many clients at once may hand over whole stacks."""
+        if not isinstance(self._grid, DeliversStacks):
+            yield from self.replies()
+            return
+        for arrival in self._arrivals(self._grid.pull_updates):
+            if isinstance(arrival, UpdateStack):
+                yield [self._pending.pop(message_id) for message_id in arrival.message_ids], arrival
+            else:
+                yield self._pending.pop(arrival.metadata.reply_to_message_id, None), arrival
+
+    def _arrivals(self, pull: Callable[[Collection[str]], Iterable[Arrival]]) -> Iterator[Arrival]:
         poll_s = FIRST_POLL_S
         while self._pending and not self.is_over():
-            arrived = list(self._grid.pull_messages(self._pending.keys()))
+            arrived = list(pull(self._pending.keys()))
             if self.is_over():
                 return
-            for reply in arrived:
-                yield self._pending.pop(reply.metadata.reply_to_message_id, None), reply
+            yield from arrived
             poll_s = FIRST_POLL_S if arrived else min(2 * poll_s, LONGEST_POLL_S)
             if not arrived:
+                if isinstance(self._grid, KnowsItsFuture) and self._grid.nothing_to_come(self._pending.keys()):
+                    return  # a simulated deadline need not be waited for
                 time.sleep(poll_s)
 
     def is_over(self) -> bool:

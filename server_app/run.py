@@ -67,6 +67,6 @@ def _started(job: Job, run: RunDirectory, model: GlobalModel) -> RunStarted:
         job_digest=job.digest,
         clients=job.cohort.clients,
         rounds=job.job.rounds,
-        parameters=sum(array.size for array in model.initial.values()),
+        parameters=model.num_parameters,
         versions={"fedplat": __version__, "python": platform.python_version(), **libraries},
     )

@@ -1,4 +1,4 @@
-"""Strategies by name: any of `flwr.serverapp.strategy`, or anyone's own class.
+"""Strategies by name: any of `flwr.serverapp.strategy`, ours, or anyone's own class.
 
 The driver owns sampling and the names of records, so those arguments are not the job's to set.
 A wrong argument is found here, before anything starts.
@@ -14,8 +14,10 @@ from fedplat.arguments import bind_arguments
 from fedplat.errors import UsageError
 from fedplat.job import Job
 from fedplat.tasks import find_class
+from server_app.scaffold import Scaffold
 
-MEAN_BASED = frozenset({"FedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedProx"})
+_OURS: dict[str, type[Strategy]] = {"Scaffold": Scaffold}
+MEAN_BASED = frozenset({"FedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedProx", "Scaffold"})
 """Strategies that see updates only through their weighted mean: `server_app.mean` reduces for them."""
 
 _OWNED = {
@@ -45,10 +47,10 @@ _REFUSED = {
 
 
 def strategy_names() -> list[str]:
-    """Flower's strategies that a job can name."""
+    """The strategies that a job can name: Flower's and ours."""
     exported = (getattr(flower_strategies, name) for name in flower_strategies.__all__)
     classes = [c for c in exported if isinstance(c, type) and issubclass(c, Strategy) and c is not Strategy]
-    return sorted(c.__name__ for c in classes if c.__name__ not in _REFUSED)
+    return sorted([*_OURS, *(c.__name__ for c in classes if c.__name__ not in _REFUSED)])
 
 
 def build_strategy(job: Job) -> Strategy:
@@ -60,10 +62,10 @@ def build_strategy(job: Job) -> Strategy:
         if argument in _OWNED:
             raise UsageError(f"server.args.{argument} is fedplat's to set: {_OWNED[argument]}")
     names = strategy_names()
-    cls = getattr(flower_strategies, name) if name in names else find_class(name, "strategy", names)
+    cls = _built_in(name) if name in names else find_class(name, "strategy", names)
     if not issubclass(cls, Strategy):
         raise UsageError(f"strategy {name}: not a subclass of flwr.serverapp.strategy.Strategy")
-    filled = _filled_in() if name in names else {}
+    filled = _filled_in(job) if name in names else {}
     bind_arguments(cls, {**_optional(name, job), **args}, "server.args", reserved=filled)
     try:
         strategy: Strategy = cls(**{**_optional(name, job), **args, **filled})
@@ -72,8 +74,15 @@ def build_strategy(job: Job) -> Strategy:
     return strategy
 
 
-def _filled_in() -> dict[str, Any]:
+def _built_in(name: str) -> type:
+    found: type = _OURS[name] if name in _OURS else getattr(flower_strategies, name)
+    return found
+
+
+def _filled_in(job: Job) -> dict[str, Any]:
     """The strategy sees a Grid with just the cohort, so it takes every node that it sees."""
+    if job.is_scaffold:
+        return {"num_clients": job.cohort.clients}
     return {
         "fraction_train": 1.0,
         "fraction_evaluate": 1.0,

@@ -28,8 +28,9 @@ from flwr.serverapp.strategy import (
 
 from fedplat.model import Arrays
 from fedplat.wire import decode_arrays, encode_arrays
+from server_app.scaffold import Scaffold
 
-_STATELESS = (FedAvg, FedProx, FedMedian, FedTrimmedAvg, Krum, MultiKrum, Bulyan, QFedAvg)
+_STATELESS = (FedAvg, FedProx, FedMedian, FedTrimmedAvg, Krum, MultiKrum, Bulyan, QFedAvg, Scaffold)
 _MOMENTS = (FedAdagrad, FedAdam, FedYogi)
 
 

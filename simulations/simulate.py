@@ -1,5 +1,9 @@
 """Run a job on virtual clients: the real ServerApp code and the real ClientApp, joined by a LocalGrid."""
 
+from collections.abc import Callable
+
+from flwr.serverapp import Grid
+
 from client_app.app import app as client_app
 from fedplat.events import Listener
 from fedplat.flower import quiet_logging
@@ -7,19 +11,39 @@ from fedplat.job import Job
 from fedplat.rundir import RunDirectory
 from fedplat.wire import JOB_KEY
 from server_app.run import resume_run, start_run
+from simulations.choose import make_engine, settle_engine
 from simulations.local_grid import LocalGrid
 
 
 def simulate(job: Job, run: RunDirectory, listeners: tuple[Listener, ...] = ()) -> None:
     """Drive a new run to its end."""
-    start_run(job, _grid(job), run, listeners)
+    settled = _settled(job, run)
+    _with_grid(settled, lambda grid: start_run(settled, grid, run, listeners))
 
 
 def resume(run: RunDirectory, listeners: tuple[Listener, ...] = ()) -> None:
     """Drive a stopped run to its end."""
-    resume_run(_grid(run.job()), run, listeners)
+    _with_grid(_settled(run.job(), run), lambda grid: resume_run(grid, run, listeners))
 
 
-def _grid(job: Job) -> LocalGrid:
+def _settled(job: Job, run: RunDirectory) -> Job:
+    """The job with its engine settled once, in the run's own job file: a resumed run must not choose again."""
+    settled, _ = settle_engine(job)
+    if settled != job:
+        run.write_job(settled)
+    return settled
+
+
+def _with_grid(job: Job, drive: Callable[[Grid], None]) -> None:
+    """Give `drive` the job's clients on the engine that the job names."""
     quiet_logging()
-    return LocalGrid(client_app, job.cohort.clients, {JOB_KEY: job.canonical()})
+    if job.simulation.engine == "ray":
+        from simulations.ray_engine import run_on_ray
+
+        run_on_ray(job, drive)
+        return
+    engine = make_engine(job, client_app)
+    try:
+        drive(LocalGrid(client_app, job.cohort.clients, {JOB_KEY: job.canonical()}, engine))
+    finally:
+        engine.close()

@@ -29,6 +29,7 @@ def tiny_job() -> Callable[..., Job]:
             "task": {"args": {"hidden": 8}},
             "cohort": {"clients": 6, "fraction": 0.7},
             "local": {"lr": 0.2, "batch_size": 32},
+            "simulation": {"engine": "serial"},
         }
         for name, value in settings.items():
             section, _, key = name.partition("__")

@@ -14,6 +14,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of the job; repeatable."),
 ]
+Engine = Annotated[
+    str | None,
+    typer.Option("--engine", metavar="auto|vector|process|serial|ray", help="How virtual clients are computed."),
+]
 RunReference = Annotated[
     str, typer.Argument(metavar="RUN", help="Run: its directory, its id, a unique prefix, or 'latest'.")
 ]

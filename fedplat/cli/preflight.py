@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from fedplat.federation import FederationData
+from client_app.handler import handler_for
 from fedplat.job import Job
-from fedplat.model import build_model, file_sha256, travelling_state
+from fedplat.model import file_sha256
 from fedplat.task import rehearse
-from fedplat.tasks import load_task
 from server_app.strategies import build_strategy
 
 
@@ -16,8 +15,6 @@ def prepare(job: Job) -> Job:
         pinned = job.task.model_copy(update={"init_sha256": file_sha256(Path(job.task.init_from))})
         job = job.model_copy(update={"task": pinned})
     build_strategy(job)
-    task = load_task(job)
-    data = FederationData(job, task)
-    rehearse(task, job.task.name, data.examples)
-    travelling_state(build_model(job, task), job.task.freeze)
+    handler = handler_for(job.canonical())  # stays warm for the run
+    rehearse(handler.task, job.task.name, handler.data.examples)
     return job

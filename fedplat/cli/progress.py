@@ -17,7 +17,7 @@ class LiveProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._per_round = job.cohort.cohort_size
-        self._metric = job.evaluation.metric
+        self._metric, self._where = job.evaluation.metric, measured_where(job)
         self._done = 0
         self._progress = Progress(
             TextColumn("[bold]round {task.fields[round]}/" + str(job.job.rounds)),
@@ -44,7 +44,7 @@ class LiveProgress:
                 self._progress.advance(self._task)
             case RoundFinished() | Resumed():
                 self._progress.update(self._task, completed=event.round * self._per_round, round=event.round)
-            case Evaluated(where="server"):
+            case Evaluated() if event.where == self._where:
                 self._progress.update(self._task, scores=score_line(event, self._metric))
             case _:
                 pass
@@ -54,7 +54,7 @@ class PlainProgress:
     """About ten lines per run, for logs."""
 
     def __init__(self, job: Job, console: "Console") -> None:
-        self._job, self._console = job, console
+        self._job, self._console, self._where = job, console, measured_where(job)
         self._every = max(1, job.job.rounds // 10)
 
     def __enter__(self) -> Self:
@@ -64,9 +64,14 @@ class PlainProgress:
         pass
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Evaluated) and event.where == "server" and event.round % self._every == 0:
+        if isinstance(event, Evaluated) and event.where == self._where and event.round % self._every == 0:
             scores = score_line(event, self._job.evaluation.metric)
             self._console.print(f"round {event.round}/{self._job.job.rounds}  {scores}", highlight=False)
+
+
+def measured_where(job: Job) -> str:
+    """Whose measurements a progress shows: the server's, or the clients' where the server makes none."""
+    return "server" if job.evaluation.server else "clients"
 
 
 def score_line(event: Evaluated, metric: str) -> str:

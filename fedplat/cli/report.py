@@ -48,6 +48,10 @@ def result_table(summary: Summary, metric: str) -> "Table":
         value = summary.final(name)
         if value is not None:
             table.add_row(f"test {name}", f"[bold green]{value:.4f}[/]")
+    for name in dict.fromkeys((metric, "loss")):
+        value = summary.final_on_clients(name)
+        if value is not None:
+            table.add_row(f"clients' {name}", f"[bold green]{value:.4f}[/] on their held-out examples")
     table.add_row("rounds", f"{summary.rounds} of {summary.planned_rounds} ({summary.reason or summary.status})")
     table.add_row("updates", f"{summary.updates} accepted, {summary.failed} failed, late or refused")
     table.add_row("speed", f"{summary.clients_per_s:.0f} clients/s, {summary.training_s:.1f} s of training rounds")

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from fedplat import __version__
-from fedplat.cli import data, job, runs, simulate
+from fedplat.cli import data, job, runs, simulate, sweep
 
 app = typer.Typer(
     name="fedplat",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("simulate")(simulate.simulate)
 app.command("resume")(simulate.resume)
+app.command("sweep")(sweep.sweep)
 app.add_typer(job.app, name="job")
 app.add_typer(data.app, name="data")
 app.add_typer(runs.app, name="runs")

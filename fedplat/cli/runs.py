@@ -118,7 +118,8 @@ def _print_table(summaries: list[Summary]) -> None:
     for column in ("run", "status", "rounds", "clients", "accuracy", "loss", "clients/s", "MB up"):
         table.add_column(column, overflow="fold")
     for s in summaries:
-        scores = [f"{v:.4f}" if (v := s.final(name)) is not None else "–" for name in ("accuracy", "loss")]
+        final, where = (s.final, "") if s.server else (s.final_on_clients, " (clients)")
+        scores = [f"{v:.4f}{where}" if (v := final(name)) is not None else "–" for name in ("accuracy", "loss")]
         progress = f"{s.rounds}/{s.planned_rounds}"
         speed, traffic = f"{s.clients_per_s:.0f}", f"{s.bytes_up / 1e6:.1f}"
         table.add_row(Path(s.run).name, s.status, progress, str(s.clients), *scores, speed, traffic)
@@ -129,12 +130,14 @@ def _rounds_table(summary: Summary, last: int = 10) -> "object":
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    metrics = sorted({name for values in summary.server.values() for name in values})
-    for column in ("round", "train loss", *(f"test {name}" for name in metrics)):
+    where = "test" if summary.server else "clients'"
+    measured = summary.server or summary.on_clients
+    metrics = sorted({name for values in measured.values() for name in values})
+    for column in ("round", "train loss", *(f"{where} {name}" for name in metrics)):
         table.add_column(column)
-    for number in sorted(summary.server)[-last:]:
+    for number in sorted(measured)[-last:]:
         train = summary.train.get(number, {}).get("loss")
-        scores = [f"{summary.server[number][name]:.4f}" for name in metrics]
+        scores = [f"{measured[number][name]:.4f}" for name in metrics]
         table.add_row(str(number), f"{train:.4f}" if train is not None else "–", *scores)
     return table
 

@@ -1,16 +1,15 @@
 """`fedplat simulate` and `fedplat resume`."""
 
-import contextlib
 import json
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedplat.cli.options import JobFile, Json, Overrides, Quiet, RunReference, Verbose, set_up_logging
+from fedplat.cli.options import Engine, JobFile, Json, Overrides, Quiet, RunReference, Verbose, set_up_logging
+from fedplat.cli.terminal import INTERRUPTED, console_for, loading, terminate_like_interrupt
 from fedplat.errors import JobError
 from fedplat.events import Listener
 from fedplat.job import Job, load_job
@@ -19,7 +18,6 @@ from fedplat.rundir import RunDirectory, find_run, new_run_path
 if TYPE_CHECKING:
     from rich.console import Console
 
-INTERRUPTED = 130
 Out = Annotated[Path | None, typer.Option("--out", help="Run directory to create; default: runs/ID.")]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard files into the run directory.")
@@ -30,6 +28,7 @@ Drive = Callable[[tuple[Listener, ...]], None]
 def simulate(
     job_file: JobFile = None,
     overrides: Overrides = None,
+    engine: Engine = None,
     out: Out = None,
     json_output: Json = False,
     tensorboard: TensorBoard = False,
@@ -44,17 +43,19 @@ def simulate(
 
     - `fedplat simulate job.toml --set cohort.fraction=0.5 --set job.rounds=20`
 
-    - `fedplat simulate job.toml --out runs/mine --json`
+    - `fedplat simulate job.toml --engine process --out runs/mine --json`
     """
     started = time.perf_counter()
     set_up_logging(verbose)
-    job = load_job(job_file, overrides or [])
-    console = _console(quiet, json_output)
-    with _loading(console):
+    job = load_job(job_file, [*(overrides or []), *([f"simulation.engine='{engine}'"] if engine else [])])
+    console = console_for(quiet, json_output)
+    with loading(console):
         from fedplat.cli.preflight import prepare
+        from simulations.choose import settle_engine
         from simulations.simulate import simulate as run_simulation
 
-        job = prepare(job)
+        job, choice = settle_engine(prepare(job))
+    console.print(f"engine [bold]{choice.engine}[/]: {choice.reason}", highlight=False)
     run = RunDirectory.create(out or new_run_path(job), job)
     _run(
         job,
@@ -88,8 +89,8 @@ def resume(
     set_up_logging(verbose)
     run = find_run(run_reference)
     job = run.job()
-    console = _console(quiet, json_output)
-    with _loading(console):
+    console = console_for(quiet, json_output)
+    with loading(console):
         from server_app.run import require_resumable
         from simulations.simulate import resume as resume_simulation
 
@@ -103,19 +104,6 @@ def resume(
         tensorboard,
         started,
     )
-
-
-def _console(quiet: bool, json_output: bool) -> "Console":
-    from rich.console import Console
-
-    # With --json, stdout belongs to the machine and people read stderr.
-    return Console(stderr=json_output, quiet=quiet)
-
-
-@contextlib.contextmanager
-def _loading(console: "Console") -> Iterator[None]:
-    with console.status("loading PyTorch and Flower …"):
-        yield
 
 
 def _run(
@@ -143,7 +131,7 @@ def _run(
         listeners.append(TensorBoardWriter(run.path / "tensorboard"))
     progress = (LiveProgress if console.is_terminal and not console.quiet else PlainProgress)(job, console)
     try:
-        with _terminate_like_interrupt(), progress:
+        with terminate_like_interrupt(), progress:
             drive((progress, *listeners))
     except KeyboardInterrupt:
         typer.echo(f"\nstopped. Continue with: fedplat resume {run.path}", err=True)
@@ -156,17 +144,3 @@ def _run(
     summary = print_report(run, job, console)
     if json_output:
         typer.echo(json.dumps(summary.as_json(time.perf_counter() - started)))
-
-
-@contextlib.contextmanager
-def _terminate_like_interrupt() -> Iterator[None]:
-    """SIGTERM stops a run as cleanly as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

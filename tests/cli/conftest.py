@@ -9,7 +9,18 @@ import pytest
 
 from fedplat.cli import main
 
-FAST = ["--set", "job.rounds=3", "--set", "cohort.clients=8", "--set", "task.args.hidden=8", "--set", "local.epochs=1"]
+FAST = [
+    "--set",
+    "job.rounds=3",
+    "--set",
+    "cohort.clients=8",
+    "--set",
+    "task.args.hidden=8",
+    "--set",
+    "local.epochs=1",
+    "--engine",
+    "serial",
+]
 
 
 @dataclass

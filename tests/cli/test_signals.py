@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 JOB = [
     "--set", "job.rounds=25", "--set", "cohort.clients=20", "--set", "cohort.fraction=0.5",
     "--set", "server.strategy=FedAdam", "--set", "server.args.eta=0.05", "--set", "task.args.hidden=16",
+    "--engine", "serial",
 ]  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def test_two_processes_cannot_drive_one_run(tmp_path):
 
 def test_no_room_for_a_checkpoint_is_survived(tmp_path):
     run = tmp_path / "run"
-    big = ["--set", "task.args.hidden=400", "--set", "job.rounds=3", "--set", "cohort.clients=4"]
+    big = ["--set", "task.args.hidden=400", "--set", "job.rounds=3", "--set", "cohort.clients=4", "--engine", "serial"]
 
     def little_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))

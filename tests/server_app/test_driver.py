@@ -167,6 +167,8 @@ class TwiceGrid(LocalGrid):
             yield reply
             yield reply
 
+    pull_updates = pull_messages
+
 
 def test_duplicate_replies_count_once(tiny_job, tmp_path):
     twice = run_with(tiny_job(), tmp_path, client_app(), TwiceGrid, name="twice")
@@ -182,6 +184,8 @@ class ReversedGrid(LocalGrid):
 
     def pull_messages(self, message_ids):
         return super().pull_messages([list(message_ids)[-1]])
+
+    pull_updates = pull_messages
 
 
 @pytest.mark.parametrize("strategy", ["FedAvg", "FedAdam", "FedMedian", "Krum", "QFedAvg", "FedTrimmedAvg"])

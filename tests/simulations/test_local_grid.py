@@ -130,6 +130,9 @@ def test_push_returns_at_once_and_pull_gives_what_was_asked_for():
     grid = make_grid(note)
     ids = list(grid.push_messages(ask(grid, 1000, 1001, 1002)))
     assert ran == []
-    (reply,) = grid.pull_messages([ids[1]])
-    assert ran == [1001] and reply.metadata.reply_to_message_id == ids[1]
-    assert list(grid.pull_messages(["unknown"])) == []
+    replies = [reply for _ in range(3) for reply in grid.pull_messages([ids[1]])]
+    assert [reply.metadata.reply_to_message_id for reply in replies] == [ids[1]]
+    assert not grid.nothing_to_come(ids)
+    rest = [reply for _ in range(3) for reply in grid.pull_messages(ids)]
+    assert {reply.metadata.reply_to_message_id for reply in rest} == {ids[0], ids[2]}
+    assert grid.nothing_to_come(ids) and list(grid.pull_messages(["unknown"])) == []
