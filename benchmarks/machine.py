@@ -71,14 +71,22 @@ class Row:
     limit: float | None = None
     """The goal: the value must not be larger."""
     beside: Mapping[str, float] = field(default_factory=dict)
+    at_least: float | None = None
+    """The goal: the value must not be smaller."""
 
     @property
     def met(self) -> bool | None:
-        return None if self.limit is None else self.value <= self.limit
+        if self.limit is None and self.at_least is None:
+            return None
+        return (self.limit is None or self.value <= self.limit) and (
+            self.at_least is None or self.value >= self.at_least
+        )
 
     def cells(self) -> tuple[str, str, str, str]:
         """What, measured, goal, beside."""
-        goal = "" if self.limit is None else f"≤ {_number(self.limit)} {'met' if self.met else 'MISSED'}"
+        goals = (("≥", self.at_least), ("≤", self.limit))
+        bounds = [f"{sign} {_number(bound)}" for sign, bound in goals if bound is not None]
+        goal = f"{', '.join(bounds)} {'met' if self.met else 'MISSED'}" if bounds else ""
         beside = ", ".join(f"{name} {_number(value)}" for name, value in self.beside.items())
         return self.what, f"{_number(self.value)} {self.unit}".strip(), goal, beside
 

@@ -27,7 +27,6 @@ from flwr.serverapp.strategy import FedAvg
 from benchmarks.machine import Row, Section
 from fedplat import wire
 from fedplat.federation import client_name
-from fedplat.flower import quiet_logging
 from fedplat.job import Job, validate_job
 from fedplat.model import Arrays
 from fedplat.wire import Identity
@@ -250,7 +249,7 @@ def _resident_bytes(field: str) -> int:
 
 def main() -> None:
     server, cohort, order, out = sys.argv[1:]
-    quiet_logging(logging.ERROR)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     this, clients = prepare(int(cohort), int(order))
     before_bytes, started = _resident_bytes("VmRSS"), time.process_time()
     mean = SERVERS[server](this)

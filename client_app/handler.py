@@ -28,6 +28,7 @@ from fedplat.model import (
     read_arrays,
     set_training,
     travelling_state,
+    volatile_state,
     write_arrays,
 )
 from fedplat.streams import torch_seeded, torch_stream
@@ -46,6 +47,9 @@ class Handler:
         self.device = default_device()
         self.model = build_model(job, self.task).to(self.device)
         self.state = travelling_state(self.model, job.task.freeze, job.task.personal)
+        # Buffers outside the state dict must not carry one client's data to the next, nor survive a resume.
+        self._volatile = volatile_state(self.model)
+        self._initial_volatile = read_arrays(self._volatile)
         self._personal = personal_state(self.model, job.task.personal)
         self._initial_personal = read_arrays(self._personal)
         self._controls = ControlVariates(self.model, self.state, job.is_scaffold)
@@ -83,8 +87,8 @@ class Handler:
     def evaluate(self, request: RecordDict, identity: Identity, memory: RecordDict | None = None) -> RecordDict:
         """Measure the received model, with the client's own personal layers, on its held-out examples."""
         examples = self.data.holdout(identity.client)
-        if len(examples) == 0:
-            raise UsageError(f"{identity.client} has too few examples to hold any out: raise data.holdout")
+        if len(examples) == 0:  # too few to hold any out: nothing to measure is no failure
+            return wire.reply_content(identity, 0, {})
         self.load(request, memories.latest(self._required(memory)))
         measured = evaluate(self.model, self.task, examples, self.device)
         return wire.reply_content(identity, measured.num_examples, measured.metrics)
@@ -96,6 +100,7 @@ class Handler:
             raise UsageError(f"request has no '{wire.ARRAYS}' record")
         model, controls = self._controls.split(self._decode(record))
         write_arrays(self.state, model)
+        write_arrays(self._volatile, self._initial_volatile)
         personal = remembered or {}
         write_arrays(self._personal, {n: personal.get(n, start) for n, start in self._initial_personal.items()})
         return model, controls

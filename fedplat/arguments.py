@@ -30,7 +30,10 @@ def bind_arguments(
         if name in offered:
             _check_type(value, offered[name].annotation, f"{where}.{name}")
         elif name in named or not open_ended:
-            raise UsageError(f"{where}: {unknown_name('argument', name, offered)}")
+            problem = (
+                unknown_name("argument", name, offered) if offered else f"unknown argument '{name}': there are none"
+            )
+            raise UsageError(f"{where}: {problem}")
     missing = [n for n, p in offered.items() if p.default is p.empty and n not in arguments]
     if missing:
         raise UsageError(f"{where}: missing argument {', '.join(missing)}")

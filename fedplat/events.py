@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fedplat.errors import UsageError
 
 Metrics = dict[str, float]
+LONGEST_REASON = 300
+"""A reason may quote what a client sent; the log must not grow by it."""
 
 
 class EventBase(BaseModel):
@@ -41,6 +43,8 @@ class RunStarted(EventBase):
     rounds: int
     parameters: int
     """Numbers in the arrays that travel."""
+    where: Literal["simulation", "flower"] = "simulation"
+    """Virtual clients, or a real Flower federation; a run is resumed where it was started."""
     versions: dict[str, str]
 
 
@@ -73,7 +77,7 @@ class ClientFailed(EventBase):
     phase: Literal["train", "evaluate"]
     kind: Literal["error", "late", "refused"]
     """error: the client reported one; late: no reply before the deadline; refused: the reply failed a check."""
-    reason: str
+    reason: Annotated[str, BeforeValidator(lambda reason: str(reason)[:LONGEST_REASON])]
     attempt: int
 
 
@@ -217,13 +221,17 @@ def read_events(path: Path) -> list[Event]:
     events: list[Event] = []
     for event in _parse_lines(path):
         if isinstance(event, Resumed):
-            events = [e for e in events if getattr(e, "round", 0) <= event.round and not _is_ending(e)]
+            events = [e for e in events if _survives(e, event.round)]
         events.append(event)
     return events
 
 
-def _is_ending(event: Event) -> bool:
-    return isinstance(event, Interrupted | RunFailed)
+def _survives(event: Event, committed: int) -> bool:
+    """Does an event still count after a resume from this round? From round 0, the initial evaluation is done again."""
+    if isinstance(event, RunStarted):
+        return True
+    undone = event.round > committed or (committed == 0 and event.round == 0)
+    return not undone and not isinstance(event, Interrupted | RunFailed)
 
 
 def _parse_lines(path: Path) -> Iterator[Event]:

@@ -13,7 +13,7 @@ from fedplat.errors import UsageError
 from fedplat.job import Job
 from fedplat.partition import partition
 from fedplat.streams import numpy_stream
-from fedplat.task import Examples, Task
+from fedplat.task import Examples, Task, load_examples
 
 
 def client_name(index: int) -> str:
@@ -39,7 +39,7 @@ class FederationData:
     def __init__(self, job: Job, task: Task, examples: Examples | None = None) -> None:
         self._job = job
         # A worker process gets the examples in shared memory instead of loading its own copy.
-        self.examples: Examples = task.data("train") if examples is None else examples
+        self.examples: Examples = load_examples(task, job.task.name, "train") if examples is None else examples
         self.parts = partition(
             job.data.partition,
             len(self.examples),

@@ -1,10 +1,9 @@
-"""The only place that touches Flower's internals, pinned to the version it was checked with.
+"""What Flower has no public API for, in one place and pinned to the version it was checked with.
 
 Three things have no public API in Flower 1.41: naming the task a process runs (needed before any
 `Message` can be made), giving a message an id, and an empty `Run`.
 """
 
-import logging
 import uuid
 from importlib.metadata import version
 
@@ -71,8 +70,3 @@ Config = dict[str, bool | float | int | str]
 
 def new_context(run_id: int, node_id: int, node_config: Config, run_config: Config) -> Context:
     return Context(run_id=run_id, node_id=node_id, node_config=node_config, state=RecordDict(), run_config=run_config)
-
-
-def quiet_logging(level: int = logging.WARNING) -> None:
-    """Flower logs every phase at INFO; our progress bar says it better."""
-    logging.getLogger("flwr").setLevel(level)

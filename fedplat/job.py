@@ -54,6 +54,10 @@ class Job(Section):
         if strategy_mu is not None and self.local.proximal_mu not in (0.0, strategy_mu):
             raise ValueError("local.proximal_mu and server.args.proximal_mu differ: give one of them")
         self._check_client_state()
+        known = {f"client-{i}" for i in range(self.cohort.clients)} if self.local.lr_by_client else set()
+        for name in self.local.lr_by_client:
+            if name not in known:
+                raise ValueError(f"local.lr_by_client: no client '{name}': they are client-0 … client-{len(known) - 1}")
         self.canonical()  # refuses what has no JSON form (NaN in task.args)
         return self
 
@@ -171,7 +175,21 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise UsageError(f"--set {override}: '{part}' is a value, not a section")
-    table[parts[-1]] = value
+    _make_way(table, parts, value)
+    if raw.strip():
+        table[parts[-1]] = value
+    else:  # `--set local.clip_norm=` takes a key away
+        table.pop(parts[-1], None)
+
+
+def _make_way(table: dict[str, Any], parts: list[str], value: Any) -> None:
+    """An override replaces a choice: another limit ends the old one, another partition has its own keys."""
+    limits = {"epochs", "steps", "seconds"}
+    if parts[0] == "local" and parts[1] in limits:
+        for other in limits - {parts[1]}:
+            table.pop(other, None)
+    if parts == ["data", "partition", "kind"] and table.get("kind", "dirichlet") != value:
+        table.clear()
 
 
 def _without_none(value: Any) -> Any:

@@ -87,6 +87,12 @@ def personal_state(model: nn.Module, personal: tuple[str, ...]) -> dict[str, Ten
     return _exchangeable({name: t for name, t in model.state_dict().items() if _is_named(name, personal)})
 
 
+def volatile_state(model: nn.Module) -> dict[str, Tensor]:
+    """The live buffers that are not part of the model's state (`persistent=False`), by name."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
+
+
 def controlled_parameters(model: nn.Module, travelling: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
     """The parameters that SCAFFOLD corrects (trained and travelling), by the name of their control variate."""
     named = model.named_parameters()
@@ -109,7 +115,7 @@ def set_training(model: nn.Module, freeze: tuple[str, ...]) -> None:
     for prefix, module in model.named_modules():
         buffers = [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)]
         if any(_is_named(name, freeze) for name in buffers):
-            module.eval()
+            module.training = False  # this module only: `eval()` would reach into its children
 
 
 @torch.no_grad()

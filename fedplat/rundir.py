@@ -70,8 +70,11 @@ class RunDirectory:
         except OSError as error:
             raise UsageError(f"{path}: can't be created: {error.strerror}") from None
         run = cls(path)
-        run.checkpoints.mkdir()
-        run.write_job(job)
+        try:
+            run.checkpoints.mkdir()
+            run.write_job(job)
+        except OSError as error:
+            raise UsageError(f"{path}: can't be written: {error.strerror}") from None
         return run
 
     @classmethod
@@ -85,7 +88,10 @@ class RunDirectory:
         write_file(self.job_file, job.to_toml().encode())
 
     def job(self) -> Job:
-        return parse_job(self.job_file.read_text(encoding="utf-8"), str(self.job_file))
+        try:
+            return parse_job(self.job_file.read_text(encoding="utf-8"), str(self.job_file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{self.job_file}: can't be read: {error}") from None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """A run in numbers, read from its event log: what `--json`, `runs list` and `runs compare` print."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from fedplat.events import (
 )
 from fedplat.rundir import RunDirectory
 
-Status = Literal["finished", "failed", "interrupted", "unfinished"]
+Status = Literal["finished", "failed", "interrupted", "unfinished", "corrupted"]
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Summary:
     def as_json(self, wall_s: float) -> dict[str, Any]:
         """The contract of `--json`: these keys stay; the last two are there if clients evaluated."""
         held_out = {f"clients_{name}": self.final_on_clients(name) for name in ("accuracy", "loss")}
-        return {
+        values = {
             "run": self.run,
             "rounds": self.rounds,
             "clients": self.clients,
@@ -69,6 +70,8 @@ class Summary:
             "model_sha256": self.model_sha256,
             **(held_out if self.on_clients else {}),
         }
+        # JSON has no NaN: a diverged loss is null.
+        return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 
 def summarise(run: RunDirectory) -> Summary:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedplat.errors import UsageError
+from fedplat.errors import FedplatError, UsageError
 
 Split = Literal["train", "test"]
 
@@ -105,19 +105,41 @@ def _is_written(task: object, method: str) -> bool:
     return callable(found) and getattr(found, "__func__", found) is not getattr(Task, method)
 
 
-def rehearse(task: Task, name: str, examples: Examples) -> None:
-    """Run two examples through model, loss and metrics; refuse shapes that training could not use."""
+def load_examples(task: Task, name: str, split: Split) -> Examples:
+    """The task's data, checked; what goes wrong in somebody's own code is said in one sentence."""
+    try:
+        examples = task.data(split)
+    except FedplatError:
+        raise
+    except Exception as error:
+        raise UsageError(f"task {name}: data('{split}') failed: {type(error).__name__}: {error}") from error
+    if not isinstance(examples, Examples):
+        raise UsageError(f"task {name}: data('{split}') must return Examples, got {type(examples).__name__}")
+    if len(examples.inputs) != len(examples.targets) or len(examples) == 0:
+        lengths = f"{len(examples.inputs)} inputs, {len(examples.targets)} targets"
+        raise UsageError(f"task {name}: data('{split}') has {lengths}: give as many of each, at least one")
+    return examples
+
+
+def rehearse(task: Task, name: str, examples: Examples) -> set[str]:
+    """Run two examples through augmentation, model, loss and metrics; refuse shapes that training could not use.
+
+    Returns the names of what the task measures.
+    """
     few = examples[slice(0, 2)]
     try:
         with torch.no_grad():
             model = task.model().eval()
-            outputs = model(few.inputs)
+            augment = getattr(task, "augment", None)
+            inputs = augment(few.inputs, torch.Generator().manual_seed(0)) if augment else few.inputs
+            outputs = model(inputs)
             losses, parts = example_losses(task, outputs, few.targets)
             values = {"loss": losses, **parts, **task.metrics(outputs, few.targets)}
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"task {name}: failed on its first two examples: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"task {name}: failed on its first two examples: {reason}") from error
     for part, value in values.items():
         if not isinstance(value, Tensor) or value.shape != (len(few),):
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -125,3 +147,4 @@ def rehearse(task: Task, name: str, examples: Examples) -> None:
                 f"task {name}: '{part}' must have one value per example, shape ({len(few)},), got {shape}. "
                 "Use reduction='none' in the loss; fedplat takes the mean"
             )
+    return set(values)

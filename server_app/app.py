@@ -14,4 +14,4 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     job = Job.from_canonical(str(context.run_config.get(JOB_KEY, "")))
-    start_run(job, grid, RunDirectory.create(new_run_path(job), job))
+    start_run(job, grid, RunDirectory.create(new_run_path(job), job), where="flower")

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import safetensors.numpy
@@ -41,7 +41,7 @@ class Progress(BaseModel):
     best_round: int | None = None
     stale: int = 0
     """Evaluations since the best one."""
-    stop: str | None = None
+    stop: Literal["target", "patience"] | None = None
     """Why the run ends with this round, if it does."""
 
 

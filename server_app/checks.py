@@ -8,9 +8,10 @@ infinite, or if the update lies absurdly far from the global model.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from fedplat import wire
 from fedplat.model import Arrays
@@ -23,6 +24,10 @@ _CHUNK = 1 << 13
 the last bits, and they spin while they wait for the next one."""
 
 
+LOSS = "loss"
+LARGEST_METRIC = 1e100
+"""Beyond this a weighted sum of metrics could overflow."""
+NPY_HEADER_BYTES = 10_000
 NOT_FINITE = "update has NaN or infinite values"
 
 
@@ -48,7 +53,13 @@ class Update(Report):
     norm: float
 
 
-def check_report(reply: Message, request: Message, expected: Identity) -> Report:
+def allowed_examples(cohort_size: int, least: int = 1) -> range:
+    """How many examples one reply may claim: a fair share of what the mean can hold, so that no reply, whatever the
+    order of arrival, leaves too little for the others."""
+    return range(least, MAX_TOTAL_WEIGHT // cohort_size + 1)
+
+
+def check_report(reply: Message, request: Message, expected: Identity, examples: range) -> Report:
     """Identity and metrics: what every reply must get right."""
     if reply.metadata.src_node_id != request.metadata.dst_node_id:
         raise Refused("sent by another node than was asked")
@@ -59,51 +70,77 @@ def check_report(reply: Message, request: Message, expected: Identity) -> Report
     for field in ("job", "round", "client", "attempt"):
         if getattr(claimed, field) != getattr(expected, field):
             raise Refused(f"wrong {field}: {getattr(claimed, field)!r}, expected {getattr(expected, field)!r}")
-    return _check_metrics(reply)
+    return _check_metrics(reply, examples)
 
 
-def _check_metrics(reply: Message) -> Report:
+def _check_metrics(reply: Message, examples: range) -> Report:
     records = wire.records(reply.content, MetricRecord)
     if set(records) != {wire.METRICS}:
         raise Refused(f"expected one metric record '{wire.METRICS}', got {sorted(records)}")
     metrics: dict[str, float] = {}
     for name, value in records[wire.METRICS].items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise Refused(f"metric '{name}' is not a finite number: {value!r}")
+        if not isinstance(value, int | float) or not -LARGEST_METRIC <= value <= LARGEST_METRIC:
+            raise Refused(f"metric '{name}' is not a reasonable number: {value!r:.50}")
         metrics[name] = float(value)
     count = records[wire.METRICS].get(wire.NUM_EXAMPLES)
-    if not isinstance(count, int) or not 1 <= count <= MAX_TOTAL_WEIGHT:
-        raise Refused(f"'{wire.NUM_EXAMPLES}' must be a whole number from 1 to {MAX_TOTAL_WEIGHT}, got {count!r}")
+    if not isinstance(count, int) or count not in examples:
+        limits = f"from {examples.start} to {examples.stop - 1}"
+        raise Refused(f"'{wire.NUM_EXAMPLES}' must be a whole number {limits}, got {count!r:.50}")
     del metrics[wire.NUM_EXAMPLES]
     return Report(count, metrics)
 
 
 def check_update(
-    reply: Message, request: Message, expected: Identity, model: Mapping[str, np.ndarray], max_norm: float
+    reply: Message,
+    request: Message,
+    expected: Identity,
+    model: Mapping[str, np.ndarray],
+    max_norm: float,
+    examples: range,
 ) -> Update:
     """A training reply: identity, metrics, and arrays that fit the global model."""
-    report = check_report(reply, request, expected)
+    report = check_report(reply, request, expected, examples)
+    if LOSS not in report.metrics:
+        raise Refused(f"no metric '{LOSS}'")
     records = wire.records(reply.content, ArrayRecord)
     if set(records) != {wire.ARRAYS}:
         raise Refused(f"expected one array record '{wire.ARRAYS}', got {sorted(records)}")
     record = records[wire.ARRAYS]
     if record.keys() != model.keys():
-        raise Refused(f"array names differ from the model's: {', '.join(sorted(record.keys() ^ model.keys())[:5])}")
-    arrays = {}
-    for name in model:
-        # The header is compared before anything is decoded: a giant array is refused by its claim.
-        _check_header(name, record[name].shape, record[name].dtype, model[name])
-        try:
-            arrays[name] = record[name].numpy()
-        except (ValueError, TypeError, OSError, EOFError) as error:
-            raise Refused(f"array '{name}' can't be decoded: {error}") from None
-        _check_header(name, arrays[name].shape, str(arrays[name].dtype), model[name])
+        difference = ", ".join(sorted(record.keys() ^ model.keys())[:5])
+        raise Refused(f"array names differ from the model's: {difference}")
+    arrays = {name: _decode(name, record[name], model[name]) for name in model}
     norm = update_norm(arrays, model)
     if not math.isfinite(norm):
         raise Refused(NOT_FINITE)
     if norm > max_norm:
         raise Refused(_too_far(norm, max_norm))
     return Update(report.num_examples, report.metrics, arrays, norm)
+
+
+def _decode(name: str, array: Array, model: np.ndarray) -> np.ndarray:
+    """The array's values. Size and both headers, Flower's and NumPy's, are judged before the body is read."""
+    _check_header(name, array.shape, array.dtype, model)
+    if len(array.data) > model.nbytes + NPY_HEADER_BYTES:
+        raise Refused(f"array '{name}' has {len(array.data)} bytes, the model's has {model.nbytes}")
+    try:
+        shape, dtype = _npy_header(array.data)
+        _check_header(name, shape, str(dtype), model)
+        decoded: np.ndarray = array.numpy()
+    except (ValueError, TypeError, OSError, EOFError) as error:
+        raise Refused(f"array '{name}' can't be decoded: {error}") from None
+    return decoded
+
+
+def _npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype that the .npy bytes themselves claim; `np.load` would believe them, or unzip an archive."""
+    file = BytesIO(data[:NPY_HEADER_BYTES])
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"unknown .npy version {version}")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return shape, dtype
 
 
 def _check_header(name: str, shape: tuple[int, ...], dtype: str, model: np.ndarray) -> None:
@@ -138,7 +175,7 @@ def check_stack(
     """The same checks for every row of a stack: a reason to refuse it, or None; and the norms."""
     _check_stack_header(stack, model)
     norms = _stack_norms(stack.arrays, model)
-    finite = {name: np.isfinite(values) for name, values in stack.metrics.items()}
+    finite = {name: np.abs(values) <= LARGEST_METRIC for name, values in stack.metrics.items()}
     too_large = _rows_out_of_range(stack.arrays)
     reasons: list[str | None] = []
     for row, identity in enumerate(expected):
@@ -146,7 +183,7 @@ def check_stack(
         if stack.identities[row] != identity:
             reason = f"wrong identity: {stack.identities[row]}, expected {identity}"
         elif not all(column[row] for column in finite.values()):
-            reason = "a metric is not a finite number"
+            reason = "a metric is not a reasonable number"
         elif not math.isfinite(norms[row]):
             reason = NOT_FINITE
         elif norms[row] > max_norm:

@@ -20,6 +20,8 @@ from server_app.exchange import Exchange
 
 HELLO = "query.hello"
 HELLO_DEADLINE_S = 60.0
+ASK_AGAIN_S = 600.0
+MOST_POLLS = 20
 
 
 def sample_cohort(names: list[str], size: int, *labels: str | int) -> list[str]:
@@ -35,6 +37,8 @@ class Roster:
         self._grid = grid
         self._expected = set(names)
         self._node_of: dict[str, int] = {}
+        self._name_of: dict[int, str] = {}
+        self._ask_after: dict[int, float] = {}
 
     def wait(self, deadline_s: float, poll_s: float = 1.0) -> None:
         """Wait until all clients are there, or until the deadline if at least one is."""
@@ -47,24 +51,36 @@ class Roster:
     def refresh(self) -> Mapping[str, int]:
         """The connected clients now, by name."""
         nodes = {node.node_id: node.name for node in self._grid.get_nodes()}
-        known = {node: name for name, node in self._node_of.items() if node in nodes}
-        for node, name in nodes.items():
-            if node not in known and name:
-                known[node] = name
-        strangers = [node for node in nodes if node not in known]
-        known.update(self._ask_names(strangers) if strangers else {})
-        self._node_of = {name: node for node, name in known.items() if name in self._expected}
+        self._name_of.update({node: name for node, name in nodes.items() if name})
+        self._node_of = self._by_name(nodes)
+        if len(self._node_of) < len(self._expected):
+            self._ask_names([node for node in nodes if self._may_ask(node)])
+            self._node_of = self._by_name(nodes)
         return self._node_of
 
-    def _ask_names(self, nodes: list[int]) -> dict[int, str]:
+    def _by_name(self, nodes: Iterable[int]) -> dict[str, int]:
+        """Expected names of connected nodes. Where two nodes claim one name, the one that had it first keeps it."""
+        held = {name: node for name, node in self._node_of.items() if node in set(nodes)}
+        for node in nodes:
+            name = self._name_of.get(node, "")
+            if name in self._expected:
+                held.setdefault(name, node)
+        return held
+
+    def _may_ask(self, node: int) -> bool:
+        """A node that said its name isn't asked again; one that stayed silent, only after a while."""
+        return node not in self._name_of and time.monotonic() >= self._ask_after.get(node, 0.0)
+
+    def _ask_names(self, nodes: list[int]) -> None:
+        if not nodes:
+            return
         exchange = Exchange(self._grid, HELLO_DEADLINE_S)
         exchange.send([Message(RecordDict(), dst_node_id=node, message_type=HELLO) for node in nodes])
-        names = {}
+        self._ask_after.update(dict.fromkeys(nodes, time.monotonic() + ASK_AGAIN_S))
         for request, reply in exchange.replies():
             record = wire.records(reply.content, ConfigRecord).get(wire.IDENTITY) if reply.has_content() else None
             if request is not None and record is not None:
-                names[request.metadata.dst_node_id] = str(record.get("client", ""))
-        return names
+                self._name_of[request.metadata.dst_node_id] = str(record.get("client", ""))
 
 
 class CohortGrid(Grid):
@@ -73,6 +89,7 @@ class CohortGrid(Grid):
     def __init__(self, grid: Grid, node_ids: Iterable[int]) -> None:
         self._grid = grid
         self._node_ids = list(node_ids)
+        self._asked = 0
 
     def set_run(self, run: Run) -> None:
         self._grid.set_run(run)
@@ -92,6 +109,10 @@ class CohortGrid(Grid):
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> Iterable[int]:
+        """The cohort. Flower's strategies ask twice; one that polls for more nodes would wait for ever."""
+        self._asked += 1
+        if self._asked > MOST_POLLS:
+            raise JobError("the strategy waits for more nodes than the cohort has: lower its own minimum")
         return list(self._node_ids)
 
     def get_nodes(self) -> Iterable[NodeInfo]:

@@ -5,19 +5,21 @@ sorted by client name, so that their result doesn't depend on the order of arriv
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedplat import wire
 from fedplat.errors import JobError
 from fedplat.events import ClientFailed, ClientTrained, Event
+from fedplat.federation import natural_order
 from fedplat.job import Job
 from fedplat.model import Arrays
 from fedplat.wire import Identity
-from server_app.checks import Refused, Report, Update, check_stack, check_update
+from server_app.checks import LOSS, Refused, Report, Update, allowed_examples, check_stack, check_update
 from server_app.exchange import Exchange
 from server_app.mean import MeanReducer
 from server_app.stack import UpdateStack
@@ -32,20 +34,23 @@ class Tally:
 
     reports: dict[str, Report] = field(default_factory=dict)
     failures: dict[str, Kind] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+    strays: int = 0
+    """Replies that answered nothing: duplicates and unknown senders."""
     bytes_up: int = 0
     bytes_down: int = 0
 
     def count(self, kind: Kind) -> int:
-        return sum(found == kind for found in self.failures.values())
+        return sum(found == kind for found in self.failures.values()) + (self.strays if kind == "refused" else 0)
 
     def mean_metrics(self) -> dict[str, float]:
         """Means weighted by examples; `fsum` is exact, so the order of arrival doesn't show."""
-        total = sum(report.num_examples for report in self.reports.values())
-        names = {name for report in self.reports.values() for name in report.metrics}
-        return {
-            name: math.fsum(r.num_examples * r.metrics.get(name, 0.0) for r in self.reports.values()) / total
-            for name in sorted(names)
-        }
+        means = {}
+        for name in sorted({name for report in self.reports.values() for name in report.metrics}):
+            having = [report for report in self.reports.values() if name in report.metrics]
+            total = sum(report.num_examples for report in having)
+            means[name] = math.fsum(report.num_examples * report.metrics[name] for report in having) / total
+        return means
 
 
 class Collector:
@@ -62,6 +67,7 @@ class Collector:
     ) -> None:
         self._job, self._round, self._model, self._name_of = job, round_number, model, name_of
         self._digest = job.digest
+        self._examples = allowed_examples(job.cohort.cohort_size)
         self._emit = emit
         self._reducer = MeanReducer(model) if reduce else None
         self._kept: dict[str, Message] = {}
@@ -87,7 +93,7 @@ class Collector:
     def replies(self) -> list[Message]:
         """What the strategy gets."""
         if self._reducer is None:
-            return [self._kept[name] for name in sorted(self._kept, key=lambda n: (len(n), n))]
+            return [self._kept[name] for name in natural_order(list(self._kept))]
         if self._reducer.count == 0 or self._template is None:
             return []
         identity = Identity(self._digest, self._round, 1, "mean")
@@ -104,24 +110,33 @@ class Collector:
         name = self._name_of.get(reply.metadata.src_node_id, f"node {reply.metadata.src_node_id}")
         known = name in self.tally.reports or name in self.tally.failures
         reason = "duplicate reply" if known else "unknown sender: nobody asked it in this round"
+        self.tally.strays += 1
         self._emit_failure(name, "refused", reason, attempt=0)
 
     def _arrived(self, exchange: Exchange, request: Message, reply: Message) -> None:
         client = self._name_of[request.metadata.dst_node_id]
         if reply.has_error():
-            self._failed(exchange, request, "error", _last_line(reply.error.reason))
+            self._failed(exchange, request, "error", last_line(reply.error.reason))
             return
         self.tally.bytes_up += wire.payload_bytes(reply.content)
         expected = Identity(self._digest, self._round, _attempt(request), client)
         try:
-            update = check_update(reply, request, expected, self._model, self._job.server.max_update_norm)
+            norm_limit = self._job.server.max_update_norm
+            update = check_update(reply, request, expected, self._model, norm_limit, self._examples)
             self._accept(client, request, reply, update)
         except Refused as refusal:
             self._failed(exchange, request, "refused", str(refusal))
+        except Exception as error:  # whatever a client sends may cost it its place in the round, never the run
+            self._failed(exchange, request, "refused", f"{type(error).__name__}: {error}")
 
     def _accept(self, client: str, request: Message, reply: Message, update: Update) -> None:
         if self._reducer is None:
-            self._kept[client] = reply
+            # Rebuilt with fixed names: Flower's strategies refuse the whole round if one reply has another metric.
+            metrics = {LOSS: update.metrics[LOSS]}
+            arrays = wire.records(reply.content, ArrayRecord)[wire.ARRAYS]
+            identity = Identity(self._digest, self._round, _attempt(request), client)
+            content = wire.reply_content(identity, update.num_examples, metrics, arrays)
+            self._kept[client] = Message(content, reply_to=request)
         else:
             try:
                 self._reducer.add(update.arrays, update.num_examples)
@@ -168,6 +183,7 @@ class Collector:
         """Note the failure, then do what cohort.on_failure says."""
         client, attempt = self._name_of[request.metadata.dst_node_id], _attempt(request)
         self.tally.failures[client] = kind
+        self.tally.reasons[reason] += 1
         self._emit_failure(client, kind, reason, attempt)
         policy = self._job.cohort.on_failure
         if policy == "stop":
@@ -194,7 +210,7 @@ def _next_attempt(request: Message) -> Message:
     return Message(content, dst_node_id=metadata.dst_node_id, message_type=metadata.message_type)
 
 
-def _last_line(reason: str | None) -> str:
+def last_line(reason: str | None) -> str:
     """The last line of a traceback says what happened; the rest is for the client's own log."""
     lines = [line.strip() for line in (reason or "").splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"

@@ -6,18 +6,20 @@ check updates → aggregate → evaluate → commit a checkpoint. Everything ran
 """
 
 import contextlib
+import errno
+import logging
 import time
 from dataclasses import replace
+from typing import Literal
 
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedplat import wire
-from fedplat.errors import FedplatError, JobError
+from fedplat.errors import FedplatError, JobError, UsageError
 from fedplat.events import (
     Checkpointed,
-    ClientEvaluated,
     ClientFailed,
     Evaluated,
     EventLog,
@@ -34,7 +36,7 @@ from fedplat.rundir import RunDirectory
 from fedplat.streams import globals_seeded
 from fedplat.wire import Identity
 from server_app.checkpoint import Checkpoint, CheckpointStore, HoldsClientState
-from server_app.checks import Refused, check_report
+from server_app.client_evaluation import EvaluationPhase
 from server_app.cohort import CohortGrid, Roster, sample_cohort
 from server_app.collect import Collector, Tally
 from server_app.evaluation import GlobalModel
@@ -42,6 +44,9 @@ from server_app.exchange import Exchange
 from server_app.stopping import after_evaluation
 from server_app.strategies import MEAN_BASED
 from server_app.strategy_state import decode_state, encode_state
+
+logger = logging.getLogger(__name__)
+STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES})
 
 
 class Driver:
@@ -60,7 +65,7 @@ class Driver:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue after the checkpoint's round instead of from the beginning."""
         if checkpoint.strategy is None:
-            raise JobError(
+            raise UsageError(
                 f"strategy {self._job.server.strategy} has no state codec, so this run can't be resumed. "
                 "Give it state_arrays() and load_state_arrays()"
             )
@@ -68,7 +73,7 @@ class Driver:
         if isinstance(self._grid, HoldsClientState):
             self._grid.restore_client_states(checkpoint.clients)
         elif self._job.uses_client_state:
-            raise JobError(
+            raise UsageError(
                 "this job's clients keep state, which this Grid can't restore: the run can't be resumed here"
             )
         # A safetensors file forgets the order of tensors, and Flower's strategies zip by position.
@@ -90,11 +95,16 @@ class Driver:
             self._note(RunFailed(round=self._state.round, reason=str(error)))
             raise
         except OSError as error:
+            if error.errno not in STORAGE_ERRORS:
+                raise self._broken(error) from error
             raise self._failed_to_store(error) from error
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self._note(RunFailed(round=self._state.round, reason=reason))
-            raise JobError(f"after round {self._state.round}: {reason}") from error
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> JobError:
+        reason = f"{type(error).__name__}: {error}"
+        self._note(RunFailed(round=self._state.round, reason=reason))
+        return JobError(f"after round {self._state.round}: {reason}")
 
     def _note(self, event: Interrupted | RunFailed) -> None:
         # The disk may be what failed: the reason still reaches the person through the exception.
@@ -115,7 +125,9 @@ class Driver:
         tally, arrays = self._train(number, cohort)
         seconds = time.perf_counter() - started
         self._state = replace(self._state, round=number, arrays=arrays or self._state.arrays)
-        self._log.append(_summary(number, tally, arrays is not None, seconds))
+        summary = _summary(number, tally, arrays is not None, seconds)
+        self._log.append(summary)
+        logger.info("round %d: %d accepted, %.2f s, %s", number, summary.accepted, seconds, summary.metrics)
         last = number == self._job.job.rounds
         if last or number % self._job.evaluation.every == 0:
             self._evaluate_server(number)
@@ -132,16 +144,21 @@ class Driver:
         exchange = Exchange(self._grid, self._job.cohort.deadline_s)
         if nodes:
             collector.run(exchange, self._requests(number, nodes, train=True))
-        missing = len(cohort) - len(nodes)
-        collector.tally.failures.update({c: "error" for c in cohort if c not in nodes} if missing else {})
-        if len(collector.tally.reports) < self._job.cohort.min_replies:
-            self._shortfall(number, collector.tally)
+        collector.tally.failures.update({client: "error" for client in cohort if client not in nodes})
+        accepted = len(collector.tally.reports)
+        if accepted < self._job.cohort.min_replies:
+            least = f"cohort.min_replies = {self._job.cohort.min_replies}"
+            self._shortfall(number, collector.tally, f"{accepted} accepted updates, {least}")
             return collector.tally, None
         with self._seeded("aggregate", number):
             arrays, _ = self._strategy.aggregate_train(number, collector.replies())
-        return collector.tally, self._model.conform(wire.decode_arrays(arrays)) if arrays is not None else None
+        if arrays is None:
+            name = self._job.server.strategy
+            self._shortfall(number, collector.tally, f"strategy {name} did not aggregate {accepted} accepted updates")
+            return collector.tally, None
+        return collector.tally, self._model.conform(wire.decode_arrays(arrays))
 
-    def _connected(self, number: int, cohort: list[str], phase: str) -> dict[str, int]:
+    def _connected(self, number: int, cohort: list[str], phase: Literal["train", "evaluate"]) -> dict[str, int]:
         """The cohort's nodes; those that are not connected are noted as failed."""
         known = self._roster.refresh()
         for client in cohort:
@@ -150,7 +167,7 @@ class Driver:
                     ClientFailed(
                         round=number,
                         client=client,
-                        phase="train" if phase == "train" else "evaluate",
+                        phase=phase,
                         kind="error",
                         reason="not connected",
                         attempt=0,
@@ -170,13 +187,12 @@ class Driver:
     def _seeded(self, purpose: str, number: int) -> contextlib.AbstractContextManager[None]:
         return globals_seeded(self._job.job.seed, purpose, number)
 
-    def _shortfall(self, number: int, tally: Tally) -> None:
+    def _shortfall(self, number: int, tally: Tally, problem: str) -> None:
         if self._job.cohort.on_shortfall == "stop":
-            raise JobError(
-                f"round {number}: {len(tally.reports)} accepted updates, cohort.min_replies = "
-                f"{self._job.cohort.min_replies} ({tally.count('error')} failed, {tally.count('late')} late, "
-                f"{tally.count('refused')} refused)"
-            )
+            counts = f"{tally.count('error')} failed, {tally.count('late')} late, {tally.count('refused')} refused"
+            common = tally.reasons.most_common(1)
+            reason = f"; most often: {common[0][0][:200]}" if common else ""
+            raise JobError(f"round {number}: {problem} ({counts}{reason})")
 
     # --- evaluation -----------------------------------------------------------------------------
 
@@ -206,48 +222,21 @@ class Driver:
         )
 
     def _evaluate_clients(self, number: int) -> None:
-        size = round(self._job.cohort.clients * self._job.evaluation.clients)
-        if size == 0:
+        if self._job.evaluation.clients == 0:
             return
+        size = max(1, round(self._job.cohort.clients * self._job.evaluation.clients))
         cohort = sample_cohort(self._names, size, self._job.job.seed, "evaluate", number)
         nodes = self._connected(number, cohort, "evaluate")
-        name_of = {node: client for client, node in nodes.items()}
-        exchange = Exchange(self._grid, self._job.cohort.deadline_s)
-        exchange.send(self._requests(number, nodes, train=False) if nodes else [])
-        tally, accepted = Tally(), {}
-        for request, reply in exchange.replies():
-            if request is not None:
-                client = name_of[request.metadata.dst_node_id]
-                if self._evaluated(number, client, request, reply, tally):
-                    accepted[client] = reply
-        for request in exchange.missing():
-            self._evaluation_failed(number, name_of[request.metadata.dst_node_id], "late")
-        if accepted:
+        phase = EvaluationPhase(self._job, number, {n: c for c, n in nodes.items()}, self._log.append)
+        if nodes:
+            exchange = Exchange(self._grid, self._job.cohort.deadline_s)
+            phase.run(exchange, self._requests(number, nodes, train=False))
+        if phase.replies:
             with self._seeded("aggregate-evaluate", number):
-                self._strategy.aggregate_evaluate(number, [accepted[c] for c in cohort if c in accepted])
-            total = sum(report.num_examples for report in tally.reports.values())
-            metrics = tally.mean_metrics()
+                self._strategy.aggregate_evaluate(number, [phase.replies[c] for c in cohort if c in phase.replies])
+            total = sum(report.num_examples for report in phase.tally.reports.values())
+            metrics = phase.tally.mean_metrics()
             self._log.append(Evaluated(round=number, where="clients", num_examples=total, metrics=metrics))
-
-    def _evaluated(self, number: int, client: str, request: Message, reply: Message, tally: Tally) -> bool:
-        if reply.has_error():
-            self._evaluation_failed(number, client, reply.error.reason or "no reason given")
-            return False
-        try:
-            report = check_report(reply, request, Identity(self._job.digest, number, 1, client))
-        except Refused as refusal:
-            self._evaluation_failed(number, client, str(refusal))
-            return False
-        tally.reports[client] = report
-        self._log.append(
-            ClientEvaluated(round=number, client=client, num_examples=report.num_examples, metrics=report.metrics)
-        )
-        return True
-
-    def _evaluation_failed(self, number: int, client: str, reason: str) -> None:
-        self._log.append(
-            ClientFailed(round=number, client=client, phase="evaluate", kind="error", reason=reason, attempt=1)
-        )
 
     # --- durability -----------------------------------------------------------------------------
 
@@ -264,14 +253,8 @@ class Driver:
         best_round = self._state.progress.best_round
         if best_round is not None:
             self._model.save(self._store.load_best(best_round), self._run.best_file)
-        reason = self._state.progress.stop
-        self._log.append(
-            RunFinished(
-                round=self._state.round,
-                reason="target" if reason == "target" else "patience" if reason == "patience" else "rounds",
-                model_sha256=sha256,
-            )
-        )
+        reason = self._state.progress.stop or "rounds"
+        self._log.append(RunFinished(round=self._state.round, reason=reason, model_sha256=sha256))
         self._log.sync()
 
 

@@ -22,7 +22,7 @@ from fedplat.model import (
     travelling_state,
     write_arrays,
 )
-from fedplat.task import Examples, Task
+from fedplat.task import Examples, Task, load_examples
 
 
 class GlobalModel:
@@ -41,7 +41,7 @@ class GlobalModel:
         controls = read_arrays({name: torch.zeros_like(p) for name, p in controlled.items()})
         self.initial: Arrays = read_arrays(self._state) | controls
         self.num_parameters = sum(tensor.numel() for tensor in self._state.values())
-        self._test: Examples | None = task.data("test") if job.evaluation.server else None
+        self._test: Examples | None = load_examples(task, job.task.name, "test") if job.evaluation.server else None
 
     def conform(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """A strategy's result in the model's own order and dtypes (FedAdam widens to float64)."""
@@ -49,11 +49,10 @@ class GlobalModel:
             raise JobError("the strategy returned other arrays than the model's")
         conformed = {}
         for name, template in self.initial.items():
-            array = arrays[name]
-            if not np.isfinite(array).all():
+            is_float = np.issubdtype(template.dtype, np.floating)
+            conformed[name] = np.asarray(arrays[name] if is_float else np.rint(arrays[name])).astype(template.dtype)
+            if not np.isfinite(conformed[name]).all():
                 raise JobError(f"the strategy returned NaN or infinite values in '{name}': lower its learning rate")
-            whole = np.issubdtype(template.dtype, np.floating)
-            conformed[name] = np.asarray(array if whole else np.rint(array)).astype(template.dtype)
         return conformed
 
     def origin(self, arrays: Arrays) -> Arrays:

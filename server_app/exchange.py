@@ -12,6 +12,8 @@ from typing import TypeVar
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedplat.errors import JobError
+from fedplat.flower import error_reply
 from server_app.stack import DeliversStacks, KnowsItsFuture, UpdateStack
 
 Arrival = TypeVar("Arrival", Message, Message | UpdateStack)
@@ -25,14 +27,22 @@ class Exchange:
         self._grid = grid
         self._deadline = time.monotonic() + deadline_s
         self._pending: dict[str, Message] = {}
+        self._unsent: list[Message] = []
 
     def send(self, messages: Iterable[Message]) -> None:
         requests = list(messages)
-        ids = self._grid.push_messages(requests)
-        self._pending.update(zip(ids, requests, strict=True))
+        ids = list(self._grid.push_messages(requests))
+        if len(ids) != len(requests):
+            raise JobError(f"the SuperLink took {len(ids)} of {len(requests)} messages: is the model too large for it?")
+        for message_id, request in zip(ids, requests, strict=True):
+            if message_id:
+                self._pending[message_id] = request
+            else:  # Flower gives no id to a message that it could not push
+                self._unsent.append(request)
 
     def replies(self) -> Iterator[tuple[Message | None, Message]]:
         """(request, reply) pairs; the request is None for a reply that answers nothing still open."""
+        yield from self._not_sent()
         for arrival in self._arrivals(self._grid.pull_messages):
             yield self._pending.pop(arrival.metadata.reply_to_message_id, None), arrival
 
@@ -41,11 +51,17 @@ class Exchange:
         if not isinstance(self._grid, DeliversStacks):
             yield from self.replies()
             return
+        yield from self._not_sent()
         for arrival in self._arrivals(self._grid.pull_updates):
             if isinstance(arrival, UpdateStack):
                 yield [self._pending.pop(message_id) for message_id in arrival.message_ids], arrival
             else:
                 yield self._pending.pop(arrival.metadata.reply_to_message_id, None), arrival
+
+    def _not_sent(self) -> Iterator[tuple[Message, Message]]:
+        unsent, self._unsent = self._unsent, []
+        for request in unsent:
+            yield request, error_reply(request, "the message could not be sent")
 
     def _arrivals(self, pull: Callable[[Collection[str]], Iterable[Arrival]]) -> Iterator[Arrival]:
         poll_s = FIRST_POLL_S

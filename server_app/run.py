@@ -2,6 +2,7 @@
 
 import platform
 from importlib.metadata import version
+from typing import Literal
 
 from flwr.serverapp import Grid
 
@@ -14,53 +15,62 @@ from fedplat.tasks import load_task
 from server_app.checkpoint import CheckpointStore
 from server_app.driver import Driver
 from server_app.evaluation import GlobalModel
-from server_app.strategies import build_strategy
+from server_app.strategies import build_strategy, require_dtypes
+
+Where = Literal["simulation", "flower"]
 
 
-def start_run(job: Job, grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...] = ()) -> None:
+def start_run(
+    job: Job, grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...] = (), where: Where = "simulation"
+) -> None:
     """Drive a new run from its first round."""
     with run.locked():
-        _drive(job, grid, run, listeners, resume=False)
+        _drive(job, grid, run, listeners, where, resume=False)
 
 
 def resume_run(grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...] = ()) -> None:
     """Drive a stopped run on from its last committed round."""
     with run.locked():
         require_resumable(run)
-        _drive(run.job(), grid, run, listeners, resume=True)
+        _drive(run.job(), grid, run, listeners, "simulation", resume=True)
 
 
 def require_resumable(run: RunDirectory) -> None:
-    """Refuse a finished run, in words, before anything is loaded."""
+    """Refuse a finished run, or one that was not simulated, in words, before anything is loaded."""
     events = read_events(run.events_file) if run.events_file.exists() else []
     for event in events:
+        if isinstance(event, RunStarted) and event.where != "simulation":
+            raise UsageError(f"{run.path}: ran on a real Flower federation; virtual clients can't continue it")
         if isinstance(event, RunFinished):
             raise UsageError(
                 f"{run.path}: already finished after round {event.round}. Look at it with: fedplat runs show {run.path}"
             )
 
 
-def _drive(job: Job, grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...], *, resume: bool) -> None:
+def _drive(
+    job: Job, grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...], where: Where, *, resume: bool
+) -> None:
     strategy = build_strategy(job)
-    task = load_task(job)
-    model = GlobalModel(job, task)
+    model = GlobalModel(job, load_task(job))
+    require_dtypes(job, {name: str(array.dtype) for name, array in model.initial.items()})
     checkpoint = CheckpointStore(run.checkpoints, job.server.keep_checkpoints).latest() if resume else None
     if checkpoint is not None and checkpoint.job_digest != job.digest:
         raise UsageError(f"{run.path}: its checkpoints belong to another job than its job.toml (edited or copied?)")
     log = EventLog(run.events_file, listeners)
     try:
         driver = Driver(job, grid, strategy, model, run, log)
-        if checkpoint is None:
-            log.append(_started(job, run, model))
-        else:
+        if checkpoint is not None:
             driver.restore(checkpoint)
-            log.append(Resumed(round=checkpoint.round))
+        if not any(isinstance(event, RunStarted) for event in read_events(run.events_file)):
+            log.append(_started(job, run, model, where))
+        if resume:
+            log.append(Resumed(round=checkpoint.round if checkpoint is not None else 0))
         driver.run()
     finally:
         log.close()
 
 
-def _started(job: Job, run: RunDirectory, model: GlobalModel) -> RunStarted:
+def _started(job: Job, run: RunDirectory, model: GlobalModel, where: Where) -> RunStarted:
     libraries = {name: version(name) for name in ("flwr", "torch", "numpy")}
     return RunStarted(
         run=run.id,
@@ -68,5 +78,6 @@ def _started(job: Job, run: RunDirectory, model: GlobalModel) -> RunStarted:
         clients=job.cohort.clients,
         rounds=job.job.rounds,
         parameters=model.num_parameters,
+        where=where,
         versions={"fedplat": __version__, "python": platform.python_version(), **libraries},
     )

@@ -4,6 +4,8 @@ The driver owns sampling and the names of records, so those arguments are not th
 A wrong argument is found here, before anything starts.
 """
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import flwr.serverapp.strategy as flower_strategies
@@ -31,6 +33,8 @@ _OWNED = {
     "configrecord_key": "record names are part of fedplat's protocol",
     "train_loss_key": "record names are part of fedplat's protocol",
 }
+_FLOATS_ONLY = frozenset({"QFedAvg"})
+_NO_BOOLEANS = frozenset({"FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "QFedAvg"})
 _REFUSED = {
     "FedXgbBagging": "it aggregates XGBoost trees, and fedplat's tasks are PyTorch models",
     "FedXgbCyclic": "it aggregates XGBoost trees, and fedplat's tasks are PyTorch models",
@@ -65,13 +69,40 @@ def build_strategy(job: Job) -> Strategy:
     cls = _built_in(name) if name in names else find_class(name, "strategy", names)
     if not issubclass(cls, Strategy):
         raise UsageError(f"strategy {name}: not a subclass of flwr.serverapp.strategy.Strategy")
-    filled = _filled_in(job) if name in names else {}
+    _require_sane(job)
+    accepted = inspect.signature(cls).parameters
+    filled = {key: value for key, value in _filled_in(job).items() if key in accepted}
     bind_arguments(cls, {**_optional(name, job), **args}, "server.args", reserved=filled)
     try:
         strategy: Strategy = cls(**{**_optional(name, job), **args, **filled})
     except (TypeError, ValueError, AssertionError) as error:
         raise UsageError(f"server.args: {name} refused them: {error}") from None
     return strategy
+
+
+def _require_sane(job: Job) -> None:
+    """What Flower would only find out, or not even notice, in the middle of a run."""
+    for argument, value in job.server.args.items():
+        if argument in ("num_malicious_nodes", "proximal_mu") and isinstance(value, int | float) and value < 0:
+            raise UsageError(f"server.args.{argument} must be ≥ 0 (got {value})")
+    malicious = job.server.args.get("num_malicious_nodes", 0)
+    if job.server.strategy == "Bulyan" and isinstance(malicious, int) and 4 * malicious + 3 > job.cohort.cohort_size:
+        raise UsageError(
+            f"Bulyan needs 4 · num_malicious_nodes + 3 = {4 * malicious + 3} clients per round, the cohort has "
+            f"{job.cohort.cohort_size}: raise cohort.size"
+        )
+
+
+def require_dtypes(job: Job, dtypes: Mapping[str, str]) -> None:
+    """Refuse tensors that the strategy's arithmetic can't do (it would fail in the first round)."""
+    for name, dtype in dtypes.items():
+        unfit = (dtype == "bool" and job.server.strategy in _NO_BOOLEANS) or (
+            not dtype.startswith("float") and job.server.strategy in _FLOATS_ONLY
+        )
+        if unfit:
+            raise UsageError(
+                f"strategy {job.server.strategy} can't aggregate '{name}' ({dtype}): freeze it, or use FedAvg"
+            )
 
 
 def _built_in(name: str) -> type:

@@ -70,8 +70,9 @@ def decode_state(strategy: Strategy, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _prefixed(group: str, arrays: Mapping[str, np.ndarray]) -> Arrays:
+    # A 0-d buffer comes out of a strategy's arithmetic as a NumPy scalar, which safetensors can't hold.
     # The position keeps the order of the model's tensors, which a safetensors file does not.
-    return {f"{group}/{i:06d}/{name}": array for i, (name, array) in enumerate(arrays.items())}
+    return {f"{group}/{i:06d}/{name}": np.asarray(array) for i, (name, array) in enumerate(arrays.items())}
 
 
 def _group(group: str, arrays: Mapping[str, np.ndarray]) -> Arrays:

@@ -6,7 +6,6 @@ from flwr.serverapp import Grid
 
 from client_app.app import app as client_app
 from fedplat.events import Listener
-from fedplat.flower import quiet_logging
 from fedplat.job import Job
 from fedplat.rundir import RunDirectory
 from fedplat.wire import JOB_KEY
@@ -36,7 +35,6 @@ def _settled(job: Job, run: RunDirectory) -> Job:
 
 def _with_grid(job: Job, drive: Callable[[Grid], None]) -> None:
     """Give `drive` the job's clients on the engine that the job names."""
-    quiet_logging()
     if job.simulation.engine == "ray":
         from simulations.ray_engine import run_on_ray
 

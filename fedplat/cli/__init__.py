@@ -13,3 +13,6 @@ def main() -> None:
     except FedplatError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename or 'input/output'}: {error.strerror or error}\n")
+        sys.exit(1)

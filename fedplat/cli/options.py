@@ -30,6 +30,10 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens
 
 
 def set_up_logging(verbose: bool) -> None:
+    """Our log and Flower's: warnings, or everything with --verbose, each line once."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
+    flower = logging.getLogger("flwr")
+    flower.setLevel(logging.INFO if verbose else logging.ERROR)
+    flower.propagate = False

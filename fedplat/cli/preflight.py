@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from client_app.handler import handler_for
+from fedplat.errors import UsageError, unknown_name
 from fedplat.job import Job
-from fedplat.model import file_sha256
-from fedplat.task import rehearse
-from server_app.strategies import build_strategy
+from fedplat.model import file_sha256, read_arrays
+from fedplat.task import load_examples, rehearse
+from server_app.strategies import build_strategy, require_dtypes
 
 
 def prepare(job: Job) -> Job:
@@ -16,5 +17,10 @@ def prepare(job: Job) -> Job:
         job = job.model_copy(update={"task": pinned})
     build_strategy(job)
     handler = handler_for(job.canonical())  # stays warm for the run
-    rehearse(handler.task, job.task.name, handler.data.examples)
+    require_dtypes(job, {name: str(array.dtype) for name, array in read_arrays(handler.state).items()})
+    measured = rehearse(handler.task, job.task.name, handler.data.examples)
+    if job.evaluation.server:
+        load_examples(handler.task, job.task.name, "test")
+    if job.evaluation.metric not in measured:
+        raise UsageError(f"evaluation.metric: {unknown_name('metric', job.evaluation.metric, measured)}")
     return job

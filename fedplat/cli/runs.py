@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from fedplat.cli.options import Json, RunReference, RunReferences
-from fedplat.rundir import find_run, list_runs, runs_root
+from fedplat.errors import UsageError
+from fedplat.rundir import RunDirectory, find_run, list_runs, runs_root
 from fedplat.summary import Summary, summarise, summarise_clients
 
 app = typer.Typer(help="List, show, compare and plot runs.", no_args_is_help=True, rich_markup_mode="markdown")
@@ -17,7 +18,7 @@ Folder = Annotated[Path | None, typer.Option("--dir", help="Folder of runs; defa
 @app.command("list")
 def list_command(folder: Folder = None, json_output: Json = False) -> None:
     """One line per run, oldest first."""
-    summaries = [summarise(run) for run in list_runs(folder) if run.events_file.exists()]
+    summaries = [_summary_or_corrupted(run) for run in list_runs(folder) if run.events_file.exists()]
     if json_output:
         typer.echo(json.dumps([_row(summary) for summary in summaries]))
     elif not summaries:
@@ -104,6 +105,14 @@ def tensorboard(run_reference: RunReference) -> None:
     run = find_run(run_reference)
     export_run(run, run.path / "tensorboard")
     typer.echo(f"look at it with: tensorboard --logdir {run.path / 'tensorboard'}")
+
+
+def _summary_or_corrupted(run: RunDirectory) -> Summary:
+    """One damaged run must not hide the others."""
+    try:
+        return summarise(run)
+    except UsageError:
+        return Summary(run=str(run.path), status="corrupted")
 
 
 def _row(summary: Summary) -> dict[str, object]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fedplat.arguments import bind_arguments
-from fedplat.errors import UsageError, unknown_name
+from fedplat.errors import FedplatError, UsageError, unknown_name
 from fedplat.job import Job
 from fedplat.task import Task, require_protocol
 
@@ -32,7 +32,12 @@ def load_task(job: Job) -> Task:
     # The class is judged before it is constructed: its constructor may need data that isn't there.
     require_protocol(cls, name)
     bind_arguments(cls, job.task.args, "task.args", reserved={"data_dir"})
-    task: Task = cls(data_dir=data_dir(job), **job.task.args)
+    try:
+        task: Task = cls(data_dir=data_dir(job), **job.task.args)
+    except FedplatError:
+        raise
+    except Exception as error:  # the task is somebody's own code
+        raise UsageError(f"task {name}: its constructor failed: {type(error).__name__}: {error}") from error
     return task
 
 

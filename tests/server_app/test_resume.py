@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from client_app.handler import handle_train
-from fedplat.errors import JobError, UsageError
+from fedplat.errors import UsageError
 from fedplat.events import Checkpointed, Event, RoundFinished, RoundStarted, read_events
 from fedplat.rundir import RunDirectory
 from fedplat.wire import JOB_KEY
@@ -128,7 +128,7 @@ class Remembering(FedAvg):
 
 def test_a_strategy_without_codec_refuses_to_resume(tiny_job, tmp_path):
     broken = stopped(tiny_job(server__strategy=f"{__name__}:Unknown", job__rounds=6), tmp_path / "broken")
-    with pytest.raises(JobError, match="no state codec"):
+    with pytest.raises(UsageError, match="no state codec"):
         resume(RunDirectory(broken.path))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from client_app.app import app as client_app
 from fedplat import wire
-from fedplat.errors import JobError, UsageError
+from fedplat.errors import UsageError
 from fedplat.events import ClientTrained, RoundFinished, RoundStarted, read_events
 from fedplat.federation import FederationData, client_name
 from fedplat.flower import become_server
@@ -248,7 +248,7 @@ def test_resume_on_a_grid_that_cant_restore_client_state_is_refused(scaffold_job
     with pytest.raises(KeyboardInterrupt):
         start_run(job, grid_of(job), broken, (stop_at(RoundStarted, 3),))
     grid = Elsewhere(grid_of(job))
-    with pytest.raises(JobError, match="can't restore"):
+    with pytest.raises(UsageError, match="can't restore"):
         resume_run(grid, RunDirectory(broken.path))
 
 
