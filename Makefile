@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: demo test lint fast bench clean help
+.PHONY: demo test lint fast bench bench-simulation clean help
 
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -27,6 +27,9 @@ lint: $(READY)   ## ruff, mypy, import-linter
 
 bench: $(READY)  ## speed and memory of the foundation, beside the limit
 	$(BIN)/python -m benchmarks.foundation
+
+bench-simulation: $(READY)  ## our engines beside Flower + Ray, pfl and a bare PyTorch loop
+	$(BIN)/python -m benchmarks.simulation
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from client_app.local import step_batches
 from fedplat.job import Job
 from fedplat.task import Examples, Task, example_losses
+from simulations.stacked_mlp import Layers, Stack, is_plain_mlp, layers_of
+from simulations.stacked_mlp import backward as mlp_backward
+from simulations.stacked_mlp import forward as mlp_forward
 
-Stack = dict[str, Tensor]
 Forward = Callable[[Stack, Tensor], Any]
-_ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Identity)
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class StackResult:
 
 def stacked_forward(model: nn.Module) -> Forward:
     """A function of (stacked parameters, stacked inputs) that applies each client's model to its own batch."""
-    layers = list(_layers(model))
-    if all(type(layer) in (nn.Linear, nn.Flatten, *_ELEMENTWISE) for _, layer in layers):  # a subclass may do more
-        return lambda stack, inputs: _apply_layers(layers, stack, inputs)
+    layers = layers_of(model)
+    if is_plain_mlp(layers):
+        return lambda stack, inputs: mlp_forward(layers, stack, inputs)[-1]
+    from torch.func import functional_call, vmap  # imports half of torch's compiler
 
     def one(parameters: Stack, inputs: Tensor) -> Any:
         return functional_call(model, parameters, (inputs,))
@@ -54,33 +55,14 @@ def stacked_forward(model: nn.Module) -> Forward:
     return batched
 
 
-def _layers(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """The layers of nested Sequentials in order, with the prefix of their parameters' names."""
-    if not isinstance(module, nn.Sequential):
-        return [(prefix, module)]
-    return [pair for name, child in module.named_children() for pair in _layers(child, f"{prefix}{name}.")]
-
-
-def _apply_layers(layers: list[tuple[str, nn.Module]], stack: Stack, inputs: Tensor) -> Tensor:
-    """The hand-batched twin of vmap for plain MLPs: one batched matrix product per layer, no dispatch overhead."""
-    for prefix, layer in layers:
-        if isinstance(layer, nn.Linear) and f"{prefix}weight" in stack:
-            weight = stack[f"{prefix}weight"].transpose(1, 2)
-            bias = stack.get(f"{prefix}bias", layer.bias)
-            inputs = torch.bmm(inputs, weight) if bias is None else torch.baddbmm(bias.unsqueeze(-2), inputs, weight)
-        elif isinstance(layer, nn.Flatten):
-            inputs = inputs.flatten(2)
-        else:
-            inputs = layer(inputs)
-    return inputs
-
-
 class StackTrainer:
     """Trains stacks of clients of one job, starting from the resident model's parameters."""
 
     def __init__(self, job: Job, task: Task, model: nn.Module, examples: Examples) -> None:
         self._job, self._task, self._examples = job, task, examples
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        layers = layers_of(model)
+        self._layers = layers if is_plain_mlp(layers) else None
         self._forward = stacked_forward(model)
         self._augment = task.augment if type(task).augment is not Task.augment else None
 
@@ -113,20 +95,62 @@ class StackTrainer:
         optimizer: "StackOptimizer",
         means: "_StackMeans",
     ) -> None:
-        active, sizes = len(batches), torch.tensor([len(batch) for batch in batches])
+        sizes = torch.tensor([len(batch) for batch in batches])
         rows, mask = _pad(batches, sizes)
         inputs, targets = self._examples.inputs[rows], self._examples.targets[rows]
         if self._augment is not None:
             inputs = self._augmented(inputs, sizes, generators)
+        shares = mask / sizes.unsqueeze(1)
+        if self._layers is not None:
+            values = self._mlp_step(self._layers, stack, inputs, targets, shares, optimizer)
+        else:
+            values = self._autograd_step(stack, inputs, targets, shares, optimizer)
+        means.add(values, mask, sizes)
+
+    def _autograd_step(
+        self, stack: Stack, inputs: Tensor, targets: Tensor, shares: Tensor, optimizer: "StackOptimizer"
+    ) -> dict[str, Tensor]:
+        """Any model: autograd through vmap."""
+        active = len(inputs)
         leaves = {name: tensor[:active].requires_grad_() for name, tensor in stack.items()}
         outputs = self._forward(leaves, inputs)
         flat = pytree.tree_map(lambda out: out.flatten(0, 1), outputs)
         losses, parts = example_losses(self._task, flat, targets.flatten(0, 1))
-        shares = mask / sizes.unsqueeze(1)
         gradients = torch.autograd.grad(losses, list(leaves.values()), shares.flatten().to(losses.dtype))
         with torch.no_grad():
             optimizer.step(dict(zip(leaves, gradients, strict=True)), active)
-            means.add({"loss": losses, **parts}, mask, sizes)
+        return {"loss": losses.detach(), **{name: part.detach() for name, part in parts.items()}}
+
+    def _mlp_step(
+        self,
+        layers: Layers,
+        stack: Stack,
+        inputs: Tensor,
+        targets: Tensor,
+        shares: Tensor,
+        optimizer: "StackOptimizer",
+    ) -> dict[str, Tensor]:
+        """A plain MLP: by hand, with autograd only for the task's loss."""
+        active = len(inputs)
+        views = {name: tensor[:active] for name, tensor in stack.items()}
+        with torch.no_grad():
+            activations = mlp_forward(layers, views, inputs)
+        outputs = activations[-1].flatten(0, 1).requires_grad_()
+        losses, parts = example_losses(self._task, outputs, targets.flatten(0, 1))
+        (gradient,) = torch.autograd.grad(losses, outputs, shares.flatten().to(losses.dtype))
+        with torch.no_grad():
+            gradient = gradient.reshape(activations[-1].shape)
+            if optimizer.is_plain_sgd:
+                mlp_backward(layers, views, activations, gradient, optimizer.accumulate)
+            else:
+                gradients: Stack = {}
+
+                def keep(name: str, left: Tensor, right: Tensor) -> None:
+                    gradients[name] = torch.bmm(left, right).reshape(views[name].shape)
+
+                mlp_backward(layers, views, activations, gradient, keep)
+                optimizer.step(gradients, active)
+        return {"loss": losses.detach(), **{name: part.detach() for name, part in parts.items()}}
 
     def _augmented(self, inputs: Tensor, sizes: Tensor, generators: list[torch.Generator]) -> Tensor:
         """Each client augments its own batch from its own stream; padding stays as it is."""
@@ -159,6 +183,22 @@ class StackOptimizer:
         self._first: Stack = {}
         self._second: Stack = {}
         self._done = 0
+
+    @property
+    def is_plain_sgd(self) -> bool:
+        """Nothing needs the gradient by itself: it may go straight into the parameters."""
+        local = self._local
+        return local.optimizer == "sgd" and not (local.momentum or local.weight_decay or local.clip_norm or self._mu)
+
+    def accumulate(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Plain SGD in one matrix product: parameters += −lr · left @ right."""
+        parameters = self._stack[name][: len(left)]
+        if parameters.dim() == 2:
+            parameters = parameters.unsqueeze(-1)
+        if self._uniform is not None:
+            parameters.baddbmm_(left, right, alpha=-self._uniform)
+        else:
+            parameters.baddbmm_(self._scaled(left), right, alpha=-1)
 
     def step(self, gradients: Stack, active: int) -> None:
         """Order as in client_app.local: proximal term, clip, weight decay, update."""

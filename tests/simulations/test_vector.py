@@ -139,7 +139,7 @@ def test_frozen_layers_stay_out_of_the_stack(tiny_job):
 
 def test_the_hand_batched_path_equals_vmap():
     model = nn.Sequential(
-        nn.Flatten(), nn.Linear(6, 5), nn.GELU(), nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh())
+        nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh())
     )
     stack = {name: torch.randn(3, *p.shape) for name, p in model.named_parameters()}
     inputs = torch.randn(3, 7, 2, 3)
