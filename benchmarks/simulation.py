@@ -8,10 +8,11 @@ median. Memory is measured in a run of its own, because reading it slows the rea
 
 import argparse
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -28,10 +29,9 @@ from benchmarks.contenders import (
 )
 from benchmarks.machine import Row, Section, describe_machine, print_section, write_results
 from benchmarks.process_tree import RunError, machine_busy_s
+from benchmarks.simulation_goals import ENGINES, Results, best_engine, goal_rows
 from benchmarks.workloads import DATA_VARIABLE, WORKLOADS, Workload, write_arrays
 
-AUTO = "auto"
-ENGINES = ("serial", "process", "vector", AUTO)
 PEERS = ("ray", "pfl", "pfl2", "bare", "bare2")
 CORES = 2
 """The goals of issue 3 are for two cores."""
@@ -41,21 +41,8 @@ WORK_TOLERANCE = 0.15
 """How far a contender's fall of the loss may be from the bare loop's before its speed means nothing."""
 
 
-@dataclass(frozen=True)
-class Goals:
-    """Ratios that issue 3 asks of our best engine."""
-
-    steady_over_ray: float
-    whole_over_ray: float
-    steady_over_pfl: float
-
-
-GOALS = {"a": Goals(20, 8, 10), "b": Goals(3, 4, 1.5), "c": Goals(1.3, 2, 1.1), "d": Goals(30, 8, 10)}
-MEMORY_OVER_RAY, MEMORY_OVER_PFL = 1 / 3, 1.2
-Results = dict[str, Measurement]
-
-
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the contender and its files too
     options = _options()
     contenders = _contenders(options)
     machine = describe_machine()
@@ -72,6 +59,8 @@ def main() -> None:
     judged = [(f"{s.title[:3]} {row.what}", row.met) for s in sections for row in s.rows if row.met is not None]
     missed = [what for what, met in judged if not met]
     print(f"\n{len(missed)} of {len(judged)} goals missed{': ' + '; '.join(missed) if missed else ''}")
+    if invalid := [section.title for section in sections if "FAILED" in section.how or "DIFFERENT WORK" in section.how]:
+        raise SystemExit(f"error: a contender failed or did other work in {', '.join(invalid)}: see above")
 
 
 def _contenders(options: argparse.Namespace) -> dict[str, Contender]:
@@ -91,7 +80,7 @@ def _contenders(options: argparse.Namespace) -> dict[str, Contender]:
 def _measure_workload(workload: Workload, contenders: Mapping[str, Contender], options: argparse.Namespace) -> Section:
     print(f"\n({workload.key}) {workload.describe()}", flush=True)
     results, failures = _take_turns(workload, contenders, options)
-    best = _best_engine(results)
+    best = best_engine(results)
     everybody = dict(contenders)
     if best is not None:
         extra = checkpointed(contenders[best])
@@ -104,19 +93,17 @@ def _measure_workload(workload: Workload, contenders: Mapping[str, Contender], o
     return Section(
         f"({workload.key}) {workload.title}",
         f"{workload.describe()}. {options.rounds} rounds; clients per second in steady rounds (without the first), "
-        f"beside: of the whole run from start to exit, seconds to the end of the first round, peak PSS of the process "
-        f"tree, processes, loss of the final model, and how many cores other programs kept busy at worst. Medians of "
-        f"{options.repeat} runs in turns, memory from a run of its own. {' '.join(f'{note}.' for note in notes)}",
-        [*rows, *(_goal_rows(GOALS[workload.key], results, best) if best else [])],
+        f"beside: of the whole run from start to exit, seconds to the end of the first round and from the end "
+        f"of the last to exit, peak PSS of the process tree, processes, loss of the final model, and how many cores "
+        f"other programs kept busy at worst. {_count(options.repeat)} in turns, memory from a run of its own. "
+        f"Goals are for our fastest engine; beside it our others, each over the pfl with as many processes as itself. "
+        f"{' '.join(f'{note}.' for note in notes)}".strip(),
+        [*rows, *(goal_rows(workload.key, results, best) if best else [])],
     )
 
 
-def _best_engine(results: Results) -> str | None:
-    """Our fastest; `auto` is one of the others under another name, and is shown beside it."""
-    engines = [name for name in ENGINES if name in results and name != AUTO] or [
-        name for name in results if name == AUTO
-    ]
-    return max(engines, key=lambda name: results[name].steady_per_s, default=None)
+def _count(repeat: int) -> str:
+    return "One run" if repeat == 1 else f"Medians of {repeat} runs"
 
 
 def _take_turns(
@@ -193,6 +180,7 @@ def _speed_row(title: str, result: Measurement) -> Row:
     beside = {
         "whole run": result.whole_per_s,
         "first round s": result.first_round_s,
+        "after the last s": result.after_s,
         "MB": result.peak_pss_mb,
         "processes": result.processes,
         "loss": result.loss,
@@ -212,33 +200,6 @@ def _different_work(workload: Workload, results: Results, contenders: Mapping[st
         for name, result in results.items()
         if not abs((before - result.loss) / fall - 1) <= WORK_TOLERANCE
     ]
-
-
-def _goal_rows(goals: Goals, results: Results, best: str) -> list[Row]:
-    """Our best engine's ratios to the peers; beside them, those of `auto`, which is what a user gets by default."""
-
-    def row(what: str, field: str, peer: str, at_least: float | None = None, limit: float | None = None) -> Row:
-        ratio = {
-            name: getattr(results[name], field) / getattr(results[peer], field) for name in {best, AUTO} & {*results}
-        }
-        return Row(f"{best}: {what}", ratio.pop(best), "×", limit, ratio, at_least)
-
-    rows = []
-    if "ray" in results:
-        rows += [
-            row("steady rounds over Flower + Ray", "steady_per_s", "ray", goals.steady_over_ray),
-            row("whole run over Flower + Ray", "whole_per_s", "ray", goals.whole_over_ray),
-            row("memory over Flower + Ray", "peak_pss_mb", "ray", limit=MEMORY_OVER_RAY),
-        ]
-    pfl = "pfl" if results[best].processes == 1 else "pfl2"
-    if pfl in results:
-        rows += [
-            row(f"steady rounds over {pfl} (same number of processes)", "steady_per_s", pfl, goals.steady_over_pfl),
-            row(f"memory over {pfl}", "peak_pss_mb", pfl, limit=MEMORY_OVER_PFL),
-        ]
-    if "bare" in results:
-        rows.append(row("steady rounds over the bare loop in one process", "steady_per_s", "bare"))
-    return rows
 
 
 def _options() -> argparse.Namespace:

@@ -4,6 +4,7 @@ Three things have no public API in Flower 1.41: naming the task a process runs (
 `Message` can be made), giving a message an id, and an empty `Run`.
 """
 
+import logging
 import uuid
 from importlib.metadata import version
 
@@ -31,9 +32,17 @@ def require_checked_version() -> None:
 def become_server(run_id: int) -> None:
     """Let this process create messages as the server of a run."""
     require_checked_version()
+    _follow_our_logging()
     TaskIdentity.task_id = run_id
     TaskIdentity.run_id = run_id
     TaskIdentity.node_id = SERVER_NODE_ID
+
+
+def _follow_our_logging() -> None:
+    """Flower sets its own log level when it is imported; it speaks only where we do (--verbose), each line once."""
+    flower = logging.getLogger("flwr")
+    flower.setLevel(logging.INFO if logging.getLogger().isEnabledFor(logging.INFO) else logging.ERROR)
+    flower.propagate = False
 
 
 def empty_run(run_id: int) -> Run:

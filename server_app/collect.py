@@ -72,6 +72,7 @@ class Collector:
         self._reducer = MeanReducer(model) if reduce else None
         self._kept: dict[str, Message] = {}
         self._template: Message | None = None
+        self._attempts: dict[int, int] = {}
         self.tally = Tally()
 
     def run(self, exchange: Exchange, requests: list[Message]) -> None:
@@ -103,8 +104,11 @@ class Collector:
         return [Message(content, reply_to=self._template)]
 
     def _send(self, exchange: Exchange, requests: list[Message]) -> None:
-        self.tally.bytes_down += sum(wire.payload_bytes(request.content) for request in requests)
+        self.tally.bytes_down += _payload(requests)
         exchange.send(requests)
+
+    def _attempt(self, request: Message) -> int:
+        return self._attempts.get(request.metadata.dst_node_id, 1)
 
     def _stray(self, reply: Message) -> None:
         name = self._name_of.get(reply.metadata.src_node_id, f"node {reply.metadata.src_node_id}")
@@ -119,7 +123,7 @@ class Collector:
             self._failed(exchange, request, "error", last_line(reply.error.reason))
             return
         self.tally.bytes_up += wire.payload_bytes(reply.content)
-        expected = Identity(self._digest, self._round, _attempt(request), client)
+        expected = Identity(self._digest, self._round, self._attempt(request), client)
         try:
             norm_limit = self._job.server.max_update_norm
             update = check_update(reply, request, expected, self._model, norm_limit, self._examples)
@@ -134,7 +138,7 @@ class Collector:
             # Rebuilt with fixed names: Flower's strategies refuse the whole round if one reply has another metric.
             metrics = {LOSS: update.metrics[LOSS]}
             arrays = wire.records(reply.content, ArrayRecord)[wire.ARRAYS]
-            identity = Identity(self._digest, self._round, _attempt(request), client)
+            identity = Identity(self._digest, self._round, self._attempt(request), client)
             content = wire.reply_content(identity, update.num_examples, metrics, arrays)
             self._kept[client] = Message(content, reply_to=request)
         else:
@@ -149,7 +153,7 @@ class Collector:
         """Many updates at once: the same checks, the same bits, without a message for each."""
         clients = [self._name_of[request.metadata.dst_node_id] for request in requests]
         expected = [
-            Identity(self._digest, self._round, _attempt(request), client)
+            Identity(self._digest, self._round, self._attempt(request), client)
             for request, client in zip(requests, clients, strict=True)
         ]
         reasons, norms = check_stack(stack, expected, self._model, self._job.server.max_update_norm)
@@ -159,7 +163,7 @@ class Collector:
             arrays = {name: array[chosen] for name, array in stack.arrays.items()}
             self._reducer.add_stack(arrays, [stack.num_examples[row] for row in rows])
             self._template = requests[rows[0]]
-        self.tally.bytes_up += sum(wire.payload_bytes(request.content) for request in requests)
+        self.tally.bytes_up += _payload(requests)  # an update is as large as the model it answers
         for row, reason in enumerate(reasons):
             if reason is None:
                 self._count(clients[row], Report(stack.num_examples[row], stack.row_metrics(row)), norms[row])
@@ -181,7 +185,7 @@ class Collector:
 
     def _failed(self, exchange: Exchange | None, request: Message, kind: Kind, reason: str) -> None:
         """Note the failure, then do what cohort.on_failure says."""
-        client, attempt = self._name_of[request.metadata.dst_node_id], _attempt(request)
+        client, attempt = self._name_of[request.metadata.dst_node_id], self._attempt(request)
         self.tally.failures[client] = kind
         self.tally.reasons[reason] += 1
         self._emit_failure(client, kind, reason, attempt)
@@ -189,7 +193,8 @@ class Collector:
         if policy == "stop":
             raise JobError(f"round {self._round}: {client} {kind}: {reason} (cohort.on_failure = 'stop')")
         if policy == "retry" and exchange is not None and attempt < LAST_ATTEMPT and not exchange.is_over():
-            self._send(exchange, [_next_attempt(request)])
+            self._attempts[request.metadata.dst_node_id] = attempt + 1
+            self._send(exchange, [_next_attempt(request, attempt + 1)])
 
     def _emit_failure(self, client: str, kind: Kind, reason: str, attempt: int) -> None:
         self._emit(
@@ -197,17 +202,23 @@ class Collector:
         )
 
 
-def _attempt(request: Message) -> int:
-    return Identity.of(request.content, wire.CONFIG).attempt
-
-
-def _next_attempt(request: Message) -> Message:
+def _next_attempt(request: Message, attempt: int) -> Message:
     content = RecordDict(dict(request.content))
     config = wire.records(content, ConfigRecord)[wire.CONFIG].copy()
-    config["attempt"] = _attempt(request) + 1
+    config["attempt"] = attempt
     content[wire.CONFIG] = config
     metadata = request.metadata
     return Message(content, dst_node_id=metadata.dst_node_id, message_type=metadata.message_type)
+
+
+def _payload(requests: list[Message]) -> int:
+    """Bytes of arrays in the requests. A strategy sends one content to all: it is measured once."""
+    sizes = {id(request.content): wire.payload_bytes(request.content) for request in _distinct(requests)}
+    return sum(sizes[id(request.content)] for request in requests)
+
+
+def _distinct(requests: list[Message]) -> list[Message]:
+    return list({id(request.content): request for request in requests}.values())
 
 
 def last_line(reason: str | None) -> str:

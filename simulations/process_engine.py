@@ -1,8 +1,8 @@
 """The process engine: a pool of workers, longest client first, workers replaced when they die.
 
-Workers come from a fork server that has torch and Flower loaded already, so a new one starts in milliseconds.
-The training data sits in shared memory; the global model is written there once per round. A client whose
-worker died is tried once more on a fresh worker, then counted as failed.
+Workers are forked from this process, so a new one starts in milliseconds and shares what is loaded already; where CUDA
+is in use they are spawned instead. The training data sits in shared memory; the global model is written there once per
+round. A client whose worker died is tried once more on a fresh worker, then counted as failed.
 """
 
 import logging
@@ -11,8 +11,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkProcess, SpawnProcess
 
 import torch
 import torch.multiprocessing
@@ -36,7 +37,7 @@ GROUPS_PER_WORKER = 4
 
 @dataclass
 class Worker:
-    process: ForkServerProcess
+    process: ForkProcess | SpawnProcess
     pipe: Connection
     assigned: dict[str, Delivery] = field(default_factory=dict)
 
@@ -56,14 +57,18 @@ class ProcessEngine:
     ) -> None:
         self._load_app, self._job, self._examples = load_app, job, _shared(examples)
         self._size_of, self._crashes = size_of, crashes
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["simulations.worker", "client_app.app", "sklearn.datasets"])
+        self._forks = not torch.cuda.is_available()
+        self._context = multiprocessing.get_context("fork") if self._forks else multiprocessing.get_context("spawn")
+        # One tracker for all: a worker with a tracker of its own would unlink the model's memory when it exits.
+        resource_tracker.ensure_running()
         self._model = ModelWriter()
         self._queue: deque[Delivery] = deque()
         self._tries: dict[str, int] = {}
         self._failed: list[Done | UpdateStack] = []
         self._started = 0
-        self._workers = [self._start_worker() for _ in range(workers)]
+        self._workers: list[Worker] = []
+        for _ in range(workers):
+            self._workers.append(self._start_worker())
 
     def submit(self, deliveries: Sequence[Delivery]) -> None:
         self._queue.extend(deliveries)
@@ -100,10 +105,12 @@ class ProcessEngine:
 
     def _start_worker(self) -> Worker:
         here, there = self._context.Pipe()
+        # A forked worker inherits these ends; it closes them, or it would never notice that its parent is gone.
+        inherited = [here, *(worker.pipe for worker in self._workers)] if self._forks else []
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         device = self._started % devices if devices else None
         setup = WorkerSetup(self._load_app, self._job, self._examples, device, run_id=1)
-        process = self._context.Process(target=work, args=(there, setup), daemon=True)
+        process = self._context.Process(target=work, args=(there, setup, inherited), daemon=True)
         try:
             process.start()
         finally:

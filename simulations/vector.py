@@ -137,7 +137,8 @@ class StackTrainer:
             activations = mlp_forward(layers, views, inputs)
         outputs = activations[-1].flatten(0, 1).requires_grad_()
         losses, parts = example_losses(self._task, outputs, targets.flatten(0, 1))
-        (gradient,) = torch.autograd.grad(losses, outputs, shares.flatten().to(losses.dtype))
+        # A weighted sum, not grad_outputs: those make torch import its symbolic shapes, a quarter of a second.
+        (gradient,) = torch.autograd.grad(torch.dot(losses, shares.flatten().to(losses.dtype)), outputs)
         with torch.no_grad():
             gradient = gradient.reshape(activations[-1].shape)
             if optimizer.is_plain_sgd:

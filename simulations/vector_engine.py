@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from simulations.engine import Delivery, Done, run_client
 from simulations.vector import ClientPlan, StackTrainer, stacked_forward
 
 logger = logging.getLogger(__name__)
-CACHE_BYTES = 4 << 20
+CACHE_BYTES = 8 << 20
 """Stacked parameters and gradients of one chunk should stay in a core's share of the cache."""
 
 
@@ -70,9 +71,9 @@ def _why_forward_differs(handler: Handler) -> str | None:
 
 
 def default_chunk(handler: Handler) -> int:
-    """As many clients as fit the cache with parameters and gradients, between 8 and 64."""
+    """As many clients as fit the cache with parameters and gradients, between 8 and 128."""
     size = sum(p.numel() * p.element_size() for p in handler.model.parameters() if p.requires_grad)
-    return int(min(64, max(8, CACHE_BYTES // (2 * size))))
+    return int(min(128, max(8, CACHE_BYTES // (2 * size))))
 
 
 class VectorEngine:
@@ -85,6 +86,7 @@ class VectorEngine:
         self.chunk = chunk or default_chunk(self._handler)
         self._train: deque[Delivery] = deque()
         self._others: deque[Delivery] = deque()
+        self._asked = (RecordDict(), Identity("", 0, 0))
 
     def submit(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
@@ -148,8 +150,9 @@ class VectorEngine:
 
     def _identity(self, delivery: Delivery) -> Identity:
         content: RecordDict = delivery.message.content
-        asked = Identity.of(content, wire.CONFIG)
-        return Identity(asked.job, asked.round, asked.attempt, name_of(delivery.context))
+        if content is not self._asked[0]:  # a strategy sends one content to the whole cohort
+            self._asked = (content, Identity.of(content, wire.CONFIG))
+        return replace(self._asked[1], client=name_of(delivery.context))
 
     def _plan(self, identity: Identity) -> ClientPlan:
         job, client, number = self._job, identity.client, identity.round

@@ -5,7 +5,7 @@ Everything that crosses the pipe is between processes of one user on one machine
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -54,9 +54,12 @@ class Outcome:
     state: RecordDict
 
 
-def work(pipe: Connection, setup: WorkerSetup) -> None:
-    """Serve assignments until the parent closes the pipe."""
+def work(pipe: Connection, setup: WorkerSetup, inherited: Sequence[Connection] = ()) -> None:
+    """Serve assignments until the parent closes the pipe, or dies."""
+    for other in inherited:
+        other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     if setup.device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(setup.device)
@@ -68,10 +71,11 @@ def work(pipe: Connection, setup: WorkerSetup) -> None:
     while True:
         try:
             assignments: list[Assignment] = pipe.recv()
-        except (EOFError, OSError):
-            return
-        for assignment in assignments:
-            pipe.send(_serve(client_app, reader, assignment))
+            for assignment in assignments:
+                outcome = _serve(client_app, reader, assignment)
+                pipe.send(outcome)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return  # the parent is gone
 
 
 def _serve(client_app: ClientApp, reader: ModelReader, assignment: Assignment) -> Outcome:

@@ -30,10 +30,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens
 
 
 def set_up_logging(verbose: bool) -> None:
-    """Our log and Flower's: warnings, or everything with --verbose, each line once."""
+    """Warnings, or everything with --verbose; Flower's log follows (fedplat.flower)."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
-    flower = logging.getLogger("flwr")
-    flower.setLevel(logging.INFO if verbose else logging.ERROR)
-    flower.propagate = False

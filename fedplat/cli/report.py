@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def print_report(run: RunDirectory, job: Job, console: "Console") -> Summary:
     """Draw the plots, print the result and the next steps."""
-    with console.status("drawing plots …"):
-        draw_plots(run, job)
     summary = summarise(run)
+    with console.status("drawing plots …"):
+        draw_plots(run, job, summary)
     console.print(result_table(summary, job.evaluation.metric))
     console.print(
         f"[bold]run[/]    {run.path}   (job.toml, events.jsonl, model.safetensors)\n"
@@ -29,10 +29,10 @@ def print_report(run: RunDirectory, job: Job, console: "Console") -> Summary:
     return summary
 
 
-def draw_plots(run: RunDirectory, job: Job) -> None:
+def draw_plots(run: RunDirectory, job: Job, summary: Summary) -> None:
     from fedplat.plots import plot_clients, plot_curves
 
-    plot_curves(summarise(run), job.evaluation.metric, run.plots / "curves.png")
+    plot_curves(summary, job.evaluation.metric, run.plots / "curves.png")
     clients = summarise_clients(run)
     if clients:
         plot_clients(clients, run.plots / "clients.png")

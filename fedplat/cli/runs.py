@@ -89,7 +89,7 @@ def plot(run_reference: RunReference) -> None:
     from fedplat.cli.report import draw_plots
 
     run = find_run(run_reference)
-    draw_plots(run, run.job())
+    draw_plots(run, run.job(), summarise(run))
     for picture in sorted(run.plots.glob("*.png")):
         typer.echo(picture)
 
