@@ -156,7 +156,7 @@ class Clients:
         number = int(context.node_config["partition-id"])
         asked = Identity.of(message.content, wire.CONFIG)
         identity = Identity(asked.job, asked.round, asked.attempt, client_name(number))
-        content = wire.reply_content(identity, 1 + number % 97, {}, wire.encode_arrays(self._update(number)))
+        content = wire.reply_content(identity, 1 + number % 97, {"loss": 0.5}, wire.encode_arrays(self._update(number)))
         reply = Message(content, reply_to=message)
         self.cpu_s += time.process_time() - started
         return reply
