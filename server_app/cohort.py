@@ -58,9 +58,9 @@ class Roster:
             self._node_of = self._by_name(nodes)
         return self._node_of
 
-    def _by_name(self, nodes: Iterable[int]) -> dict[str, int]:
+    def _by_name(self, nodes: Mapping[int, str]) -> dict[str, int]:
         """Expected names of connected nodes. Where two nodes claim one name, the one that had it first keeps it."""
-        held = {name: node for name, node in self._node_of.items() if node in set(nodes)}
+        held = {name: node for name, node in self._node_of.items() if node in nodes}
         for node in nodes:
             name = self._name_of.get(node, "")
             if name in self._expected:

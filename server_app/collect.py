@@ -127,27 +127,26 @@ class Collector:
         try:
             norm_limit = self._job.server.max_update_norm
             update = check_update(reply, request, expected, self._model, norm_limit, self._examples)
-            self._accept(client, request, reply, update)
+            self._accept(expected, request, reply, update)
         except Refused as refusal:
             self._failed(exchange, request, "refused", str(refusal))
         except Exception as error:  # whatever a client sends may cost it its place in the round, never the run
             self._failed(exchange, request, "refused", f"{type(error).__name__}: {error}")
 
-    def _accept(self, client: str, request: Message, reply: Message, update: Update) -> None:
+    def _accept(self, identity: Identity, request: Message, reply: Message, update: Update) -> None:
         if self._reducer is None:
             # Rebuilt with fixed names: Flower's strategies refuse the whole round if one reply has another metric.
             metrics = {LOSS: update.metrics[LOSS]}
             arrays = wire.records(reply.content, ArrayRecord)[wire.ARRAYS]
-            identity = Identity(self._digest, self._round, self._attempt(request), client)
             content = wire.reply_content(identity, update.num_examples, metrics, arrays)
-            self._kept[client] = Message(content, reply_to=request)
+            self._kept[identity.client] = Message(content, reply_to=request)
         else:
             try:
                 self._reducer.add(update.arrays, update.num_examples)
             except ValueError as error:
                 raise Refused(str(error)) from None
             self._template = request
-        self._count(client, Report(update.num_examples, update.metrics), update.norm)
+        self._count(identity.client, Report(update.num_examples, update.metrics), update.norm)
 
     def _stack_arrived(self, exchange: Exchange, requests: list[Message], stack: UpdateStack) -> None:
         """Many updates at once: the same checks, the same bits, without a message for each."""
@@ -213,12 +212,9 @@ def _next_attempt(request: Message, attempt: int) -> Message:
 
 def _payload(requests: list[Message]) -> int:
     """Bytes of arrays in the requests. A strategy sends one content to all: it is measured once."""
-    sizes = {id(request.content): wire.payload_bytes(request.content) for request in _distinct(requests)}
+    contents = {id(request.content): request.content for request in requests}
+    sizes = {key: wire.payload_bytes(content) for key, content in contents.items()}
     return sum(sizes[id(request.content)] for request in requests)
-
-
-def _distinct(requests: list[Message]) -> list[Message]:
-    return list({id(request.content): request for request in requests}.values())
 
 
 def last_line(reason: str | None) -> str:

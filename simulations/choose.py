@@ -15,7 +15,7 @@ from fedplat.federation import client_name
 from fedplat.job import Job
 from fedplat.model import set_training
 from fedplat.streams import torch_stream
-from simulations.engine import Delivery, Engine, SerialEngine
+from simulations.engine import Engine, SerialEngine, examples_of
 from simulations.faults import FaultyEngine, wants_crash
 from simulations.process_engine import ProcessEngine, default_workers
 from simulations.ray_engine import require_ray
@@ -43,6 +43,8 @@ def settle_engine(job: Job) -> tuple[Job, Choice]:
     choice = _choose(job, handler)
     settled = job.simulation.model_copy(update={"engine": choice.engine, "chunk": choice.chunk})
     pinned = job.model_copy(update={"simulation": settled})
+    if pinned == job:  # settled before: the warm handler is this job's own
+        return job, choice
     install_handler(pinned.canonical(), Handler(pinned, handler.data.examples))
     return pinned, choice
 
@@ -74,15 +76,12 @@ def _process_engine(job: Job, handler: Handler) -> ProcessEngine:
             f"simulation.workers = {workers} on {cores} cores would only take memory: use at most {4 * cores}"
         )
 
-    def size_of(delivery: Delivery) -> int:
-        return len(handler.data.parts[int(delivery.context.node_config["partition-id"])])
-
     return ProcessEngine(
         fedplat_client_app,
         workers,
         job=job.canonical(),
         examples=handler.data.examples,
-        size_of=size_of,
+        size_of=lambda delivery: examples_of(delivery, handler.data),
         crashes=lambda delivery: wants_crash(job, delivery),
     )
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from fedplat.federation import FederationData
 from fedplat.flower import error_reply, private_copy
 from server_app.stack import UpdateStack
 
@@ -51,6 +52,11 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def examples_of(delivery: Delivery, data: FederationData) -> int:
+    """How many examples the delivery's client holds: how long it will take."""
+    return len(data.parts[int(delivery.context.node_config["partition-id"])])
 
 
 def run_client(client_app: ClientApp, delivery: Delivery) -> Done:

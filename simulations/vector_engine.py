@@ -26,7 +26,7 @@ from fedplat.model import set_training
 from fedplat.streams import torch_stream
 from fedplat.wire import Identity
 from server_app.stack import UpdateStack
-from simulations.engine import Delivery, Done, run_client
+from simulations.engine import Delivery, Done, examples_of, run_client
 from simulations.vector import ClientPlan, StackTrainer, stacked_forward
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class VectorEngine:
             is_train = delivery.message.metadata.message_type == "train"
             (self._train if is_train else self._others).append(delivery)
         # Neighbours in a chunk should have about the same amount of work: less padding, fewer idle rows.
-        self._train = deque(sorted(self._train, key=self._size_of))
+        self._train = deque(sorted(self._train, key=lambda delivery: examples_of(delivery, self._handler.data)))
 
     def collect(self) -> list[Done | UpdateStack]:
         if self._others:
@@ -118,9 +118,6 @@ class VectorEngine:
     def close(self) -> None:
         self._train.clear()
         self._others.clear()
-
-    def _size_of(self, delivery: Delivery) -> int:
-        return len(self._handler.data.parts[int(delivery.context.node_config["partition-id"])])
 
     def _train_chunk(self, chunk: list[Delivery]) -> UpdateStack:
         started = time.perf_counter()

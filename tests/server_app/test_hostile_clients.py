@@ -19,8 +19,9 @@ from server_app.cohort import CohortGrid
 from server_app.exchange import Exchange
 from server_app.strategies import build_strategy, strategy_names
 from simulations.local_grid import LocalGrid
-from simulations.simulate import resume, simulate
+from simulations.simulate import resume
 from tests.server_app.test_driver import client_app, events_of, only, run_with
+from tests.server_app.test_resume import stopped
 from tests.server_app.test_strategies import ARGUMENTS
 
 
@@ -114,14 +115,7 @@ def test_batch_norm_trains_and_resumes_with_every_strategy(strategy, tiny_job, s
         server__args=ARGUMENTS.get(strategy, {}), data__partition={"kind": "iid"},
     )  # fmt: skip
     whole = simulated(job, "whole")
-    broken = RunDirectory.create(tmp_path / "broken", job)
-
-    def stop(event):
-        if isinstance(event, RoundStarted) and event.round == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        simulate(job, broken, (stop,))
+    broken = stopped(job, tmp_path / "broken", RoundStarted, 3)
     resume(RunDirectory(broken.path))
     assert broken.model_file.read_bytes() == whole.model_file.read_bytes()
 
@@ -183,14 +177,7 @@ def test_arguments_that_would_fail_silently_are_refused(strategy, args, message,
 def test_a_resume_before_the_first_commit_counts_nothing_twice(tiny_job, simulated, tmp_path):
     job = tiny_job(job__rounds=4, server__checkpoint_every=4)
     whole = simulated(job, "whole")
-    broken = RunDirectory.create(tmp_path / "broken", job)
-
-    def stop(event):
-        if isinstance(event, RoundStarted) and event.round == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        simulate(job, broken, (stop,))
+    broken = stopped(job, tmp_path / "broken", RoundStarted, 3)
     resume(RunDirectory(broken.path))
     events = read_events(broken.events_file)
     assert sum(isinstance(event, RunStarted) for event in events) == 1
