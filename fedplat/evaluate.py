@@ -1,9 +1,10 @@
 """Measure a model on examples: mean loss and metrics. The same code at the server and at a client."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedplat.task import Examples, Task, example_losses
 
@@ -16,17 +17,27 @@ class Measurement:
     metrics: dict[str, float]
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, task: Task, examples: Examples, device: torch.device) -> Measurement:
     """Means over all examples, summed in double precision."""
-    model.eval()
     sums: dict[str, float] = {}
+    for values in _batches(model, task, examples, device):
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + float(value.double().sum())
+    return Measurement(len(examples), {name: total / len(examples) for name, total in sums.items()})
+
+
+def example_values(model: nn.Module, task: Task, examples: Examples, device: torch.device) -> dict[str, Tensor]:
+    """Loss and metrics of each example."""
+    batches = list(_batches(model, task, examples, device))
+    return {name: torch.cat([values[name] for values in batches]) for name in (batches[0] if batches else {})}
+
+
+@torch.no_grad()
+def _batches(model: nn.Module, task: Task, examples: Examples, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    model.eval()
     for start in range(0, len(examples), BATCH):
         batch = examples[slice(start, start + BATCH)]
         targets = batch.targets.to(device)
         outputs = model(batch.inputs.to(device))
         losses, parts = example_losses(task, outputs, targets)
-        values = {"loss": losses, **parts, **task.metrics(outputs, targets)}
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0.0) + float(value.double().sum())
-    return Measurement(len(examples), {name: total / len(examples) for name, total in sums.items()})
+        yield {"loss": losses, **parts, **task.metrics(outputs, targets)}

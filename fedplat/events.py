@@ -45,6 +45,8 @@ class RunStarted(EventBase):
     """Numbers in the arrays that travel."""
     where: Literal["simulation", "flower"] = "simulation"
     """Virtual clients, or a real Flower federation; a run is resumed where it was started."""
+    ledger: str | None = None
+    """Id of the ledger of a private run, which goes on with no other."""
     versions: dict[str, str]
 
 
@@ -110,6 +112,25 @@ class Evaluated(EventBase):
     """The best value of evaluation.metric so far."""
 
 
+class PrivacySpent(EventBase):
+    """What privacy has cost so far: the claim for whoever it has cost most."""
+
+    event: Literal["privacy_spent"] = "privacy_spent"
+    round: int
+    unit: Literal["sample", "client"]
+    relation: Literal["add-remove", "zero-out", "replace-one"]
+    epsilon: float
+    """ε of all releases so far, repeated rounds included; `accountant` says whose."""
+    delta: float
+    accountant: Literal["pld", "rdp", "prv"]
+    releases: int
+    """Rounds released: by the client that has released most (unit sample), by the federation (unit client)."""
+    trusts_server: bool
+    """The server sees single updates before noise is added."""
+    insecure_noise: bool = False
+    """Noise came from the job's seed, for a test: nothing here is private."""
+
+
 class ClientEvaluated(EventBase):
     """One client's own evaluation on its held-out examples."""
 
@@ -167,6 +188,7 @@ Event = (
     | ClientFailed
     | RoundFinished
     | Evaluated
+    | PrivacySpent
     | ClientEvaluated
     | Checkpointed
     | Resumed

@@ -4,11 +4,13 @@ In a simulation every client's examples are a slice of the task's training data,
 [data.partition]. Held-out rows are cut from each client's own slice, by its own random stream.
 """
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from fedplat import canonical
 from fedplat.errors import UsageError
 from fedplat.job import Job
 from fedplat.partition import partition
@@ -48,6 +50,7 @@ class FederationData:
             labels=self.examples.partition_labels(),
             keys=self.examples.keys,
         )
+        self._split: dict[str, ClientRows] = {}
         self._index = {client_name(i): i for i in range(job.cohort.clients)}
 
     def names(self) -> list[str]:
@@ -57,11 +60,29 @@ class FederationData:
         if client not in self._index:
             raise UsageError(f"unknown client '{client}': the job has client-0 … client-{len(self._index) - 1}")
         part = self.parts[self._index[client]]
+        if self._job.privacy is not None and self._job.privacy.unit == "sample" and self._job.data.holdout:
+            return self._split_each(client, part)
         kept_out = min(round(len(part) * self._job.data.holdout), len(part) - 1)
         if kept_out == 0:
             return ClientRows(part, part[:0])
         shuffled = numpy_stream(self._job.job.seed, "holdout", client).permutation(part)
         return ClientRows(np.sort(shuffled[kept_out:]), np.sort(shuffled[:kept_out]))
+
+    def _split_each(self, client: str, part: np.ndarray) -> ClientRows:
+        """Each example is held out or not by itself, by its own bytes: one more changes nothing for the others.
+
+        A permutation would deal them all anew, and privacy of single examples would mean nothing.
+        """
+        if client not in self._split:
+            prefix = canonical.dumps([self._job.job.seed, "holdout", client]).encode()
+            limit = int(self._job.data.holdout * 2**64)
+            out = np.array([self._draw(prefix, int(row)) < limit for row in part], bool)
+            self._split[client] = ClientRows(part[~out], part[out])
+        return self._split[client]
+
+    def _draw(self, prefix: bytes, row: int) -> int:
+        content = [self.examples.inputs[row].numpy().tobytes(), self.examples.targets[row].numpy().tobytes()]
+        return int.from_bytes(hashlib.sha256(b"".join([prefix, *content])).digest()[:8], "little")
 
     def train(self, client: str) -> Examples:
         return self.examples[torch.from_numpy(self.rows(client).train)]

@@ -30,6 +30,7 @@ from fedplat.job_sections import (
     SimulationSection,
     TaskSection,
 )
+from fedplat.privacy_section import PrivacySection
 
 
 class Job(Section):
@@ -43,6 +44,7 @@ class Job(Section):
     server: ServerSection = ServerSection()
     evaluation: EvaluationSection = EvaluationSection()
     simulation: SimulationSection = SimulationSection()
+    privacy: PrivacySection | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "Job":
@@ -54,6 +56,7 @@ class Job(Section):
         if strategy_mu is not None and self.local.proximal_mu not in (0.0, strategy_mu):
             raise ValueError("local.proximal_mu and server.args.proximal_mu differ: give one of them")
         self._check_client_state()
+        self._check_privacy()
         known = {f"client-{i}" for i in range(self.cohort.clients)} if self.local.lr_by_client else set()
         for name in self.local.lr_by_client:
             if name not in known:
@@ -72,6 +75,27 @@ class Job(Section):
                 "server.strategy = 'Scaffold' needs local.optimizer = 'sgd' and local.momentum = 0: it measures a "
                 "client's gradient as (x − y) / (K · lr), which holds only for plain steps"
             )
+
+    def _check_privacy(self) -> None:
+        """What a private job can't have: each would be a release that no accountant sees, or a wrong sensitivity."""
+        if self.privacy is None:
+            return
+        local, unit = self.local, self.privacy.unit
+        if local.seconds is not None:
+            raise ValueError("local.seconds under [privacy]: the number of steps would depend on the data. Use steps")
+        if unit == "sample" and local.clip_norm is not None:
+            raise ValueError("local.clip_norm under [privacy]: set privacy.clip_norm, which bounds every example")
+        if unit == "sample" and local.precision != "fp32":
+            raise ValueError(f"local.precision = '{local.precision}' under [privacy]: norms need fp32")
+        if self.evaluation.clients > 0 and self.privacy.evaluation_noise is None:
+            raise ValueError(
+                "evaluation.clients under [privacy]: a client's metrics are a release too. Set "
+                "privacy.evaluation_noise to pay for them, or evaluation.clients = 0"
+            )
+        if unit == "client" and self.evaluation.clients > 0:
+            raise ValueError("privacy.unit = 'client' can't pay for evaluation.clients: set it to 0")
+        if unit == "client" and self.uses_client_state:
+            raise ValueError("privacy.unit = 'client' covers one clipped update: not SCAFFOLD, not task.personal")
 
     @property
     def is_scaffold(self) -> bool:

@@ -5,6 +5,7 @@ unknown key 'cohort.fractoin' (did you mean 'cohort.fraction'?)
 """
 
 from collections.abc import Iterator
+from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -64,8 +65,9 @@ def _valid_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _all_keys(field.annotation, f"{prefix}{name}.")
+        for part in (field.annotation, *get_args(field.annotation)):  # a section, or one that may be absent
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from _all_keys(part, f"{prefix}{name}.")
 
 
 def _unknown_key(key: str, valid: list[str]) -> str:

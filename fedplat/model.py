@@ -41,11 +41,21 @@ def build_model(job: Job, task: Task) -> nn.Module:
     """
     with torch_seeded(job.job.seed, "model"):
         model = task.model()
+        if job.privacy is not None and job.privacy.convert_model:
+            model = _converted(model)
     if job.task.init_from is not None:
         load_file(model, Path(job.task.init_from), job.task.init_sha256)
     _freeze(model, job.task.freeze)
     _require_personal(model, job.task.personal, job.task.freeze)
     return model
+
+
+def _converted(model: nn.Module) -> nn.Module:
+    """Layers that couple examples replaced by Opacus's own choice of ones that don't; the same at every party."""
+    from opacus.validators import ModuleValidator
+
+    converted: nn.Module = ModuleValidator.fix(model)
+    return converted
 
 
 def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:

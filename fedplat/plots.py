@@ -53,10 +53,23 @@ def plot_curves(summary: Summary, metric: str, path: Path) -> None:
             textcoords="offset points",
             ha="right",
         )
+    if summary.spent is not None:
+        _epsilon_axis(right, summary)
     for axis in (left, right):
         if axis.lines:
             axis.legend(frameon=False)
     _save(figure, path)
+
+
+def _epsilon_axis(axis: "Axes", summary: Summary) -> None:
+    """ε over rounds on its own scale: what the metric beside it has cost."""
+    assert summary.spent is not None
+    other = axis.twinx()
+    rounds = sorted(summary.privacy)
+    other.plot(rounds, [summary.privacy[r].epsilon for r in rounds], color=ORANGE, linestyle="--", linewidth=1.2)
+    other.set_ylabel(f"ε at δ = {summary.spent.delta:g} (dashed)", color=ORANGE)
+    other.set_ylim(bottom=0)
+    other.spines[["top"]].set_visible(False)
 
 
 def plot_clients(clients: Mapping[str, ClientSummary], path: Path) -> None:
@@ -136,6 +149,22 @@ def plot_partition(parts: Sequence[np.ndarray], labels: np.ndarray | None, title
     left.set(xlabel="client", ylabel="examples")
     _histogram(right, [len(part) for part in parts])
     right.set(xlabel="examples per client", ylabel="clients")
+    _save(figure, path)
+
+
+def plot_what_if(
+    curves: Mapping[float, Sequence[tuple[int, float]]], chosen: tuple[float, int, float], path: Path
+) -> None:
+    """ε over steps, one curve per noise multiplier; `chosen` (noise, steps, ε) is the thick one, with its point."""
+    figure, (axis,) = _figure(1, "privacy spent over training")
+    noise, steps, epsilon = chosen
+    for position, (multiplier, points) in enumerate(sorted(curves.items()), start=1):
+        color, width = (BLUE, 2.4) if multiplier == noise else (f"C{position}", 1.2)
+        axis.plot(*zip(*points, strict=True), label=f"noise {multiplier:.4g}", color=color, linewidth=width)
+    axis.plot([steps], [epsilon], "o", color=BLUE)
+    axis.annotate(f"ε = {epsilon:.3g}", (steps, epsilon), (-8, 8), textcoords="offset points", ha="right")
+    axis.set(xlabel="steps", ylabel="ε", ylim=(0, None))
+    axis.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
 

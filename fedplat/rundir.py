@@ -6,6 +6,7 @@
     best.safetensors    the model with the best value of evaluation.metric
     checkpoints/        the last committed rounds, for `fedplat resume`
     plots/              pictures
+    ledger.sqlite       what a private job's virtual clients have spent (see privacy.ledger)
 
 A lock keeps two processes from driving the same run.
 """
@@ -55,14 +56,20 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def ledger_file(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
     def plots(self) -> Path:
         return self.path / "plots"
 
     @classmethod
     def create(cls, path: Path, job: Job) -> "RunDirectory":
-        """Make a new run directory; one that exists is never touched."""
+        """Make a new run directory; one that exists is never touched. A private job's is for its owner only."""
+        # Its log names secret cohorts, and its checkpoints may hold noise that can be taken off the model.
+        mode = 0o777 if job.privacy is None else 0o700
         try:
-            path.mkdir(parents=True)
+            path.mkdir(mode, parents=True)
         except FileExistsError:
             raise UsageError(
                 f"{path} exists already. Choose another --out, or continue it with: fedplat resume {path}"
@@ -71,7 +78,7 @@ class RunDirectory:
             raise UsageError(f"{path}: can't be created: {error.strerror}") from None
         run = cls(path)
         try:
-            run.checkpoints.mkdir()
+            run.checkpoints.mkdir(mode)
             run.write_job(job)
         except OSError as error:
             raise UsageError(f"{path}: can't be written: {error.strerror}") from None

@@ -10,6 +10,7 @@ from fedplat.events import (
     Event,
     Interrupted,
     Metrics,
+    PrivacySpent,
     RoundFinished,
     RunFailed,
     RunFinished,
@@ -41,6 +42,8 @@ class Summary:
     on_clients: dict[int, Metrics] = field(default_factory=dict)
     train: dict[int, Metrics] = field(default_factory=dict)
     best_round: int | None = None
+    privacy: dict[int, PrivacySpent] = field(default_factory=dict)
+    ledger: str | None = None
 
     @property
     def clients_per_s(self) -> float:
@@ -54,8 +57,19 @@ class Summary:
         """The last mean over clients' held-out examples."""
         return self.on_clients[max(self.on_clients)].get(metric) if self.on_clients else None
 
+    @property
+    def spent(self) -> PrivacySpent | None:
+        """What the run has cost in privacy; None if it was not private."""
+        return self.privacy[max(self.privacy)] if self.privacy else None
+
+    def _privacy_json(self) -> dict[str, Any]:
+        if self.spent is None:
+            return {}
+        kept = {"epsilon", "delta", "unit", "relation", "accountant", "trusts_server", "insecure_noise"}
+        return {**self.spent.model_dump(include=kept), "ledger": self.ledger}
+
     def as_json(self, wall_s: float) -> dict[str, Any]:
-        """The contract of `--json`: these keys stay; the last two are there if clients evaluated."""
+        """The contract of `--json`: these keys stay; further ones if clients evaluated, or if it was private."""
         held_out = {f"clients_{name}": self.final_on_clients(name) for name in ("accuracy", "loss")}
         values = {
             "run": self.run,
@@ -69,13 +83,14 @@ class Summary:
             "bytes_down": self.bytes_down,
             "model_sha256": self.model_sha256,
             **(held_out if self.on_clients else {}),
+            **self._privacy_json(),
         }
         # JSON has no NaN: a diverged loss is null.
         return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 
 def summarise(run: RunDirectory) -> Summary:
-    summary = Summary(run=str(run.path))
+    summary = Summary(run=str(run.path), ledger=str(run.ledger_file) if run.ledger_file.exists() else None)
     for event in read_events(run.events_file):
         add_event(summary, event)
     return summary
@@ -92,6 +107,8 @@ def add_event(summary: Summary, event: Event) -> None:
             summary.best_round = event.round if event.best else summary.best_round
         case Evaluated():
             summary.on_clients[event.round] = event.metrics
+        case PrivacySpent():
+            summary.privacy[event.round] = event
         case RunFinished():
             summary.status, summary.reason, summary.model_sha256 = (
                 "finished",

@@ -14,10 +14,16 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 ARRAYS, CONFIG, METRICS, IDENTITY = "arrays", "config", "metrics", "identity"
 NUM_EXAMPLES = "num-examples"
+EQUAL_WEIGHT = 1
+"""The number of examples that every private client claims: how many it has is its own business."""
 NUM_UPDATES = "num-updates"
 """In a reply that is a mean: how many updates it was taken over."""
 CONTROL = "scaffold/"
 """SCAFFOLD's control variate of parameter p travels beside the model as `scaffold/p`."""
+CLIP_NORM = "privacy/clip_norm"
+"""An adaptive clip norm travels beside the model: to the client its value, back what the client makes of it."""
+SIMULATED = "simulated"
+"""In a node's own config: a virtual client, whose spends are in the simulation's ledger and in no site's."""
 JOB_KEY = "job"
 """The one run-config key that carries the job."""
 

@@ -2,11 +2,12 @@
 
 A reply is refused, with a reason that names what is wrong, if it answers another job, round or client,
 if its arrays are not exactly those of the model in name, shape and dtype, if any number is NaN or
-infinite, or if the update lies absurdly far from the global model.
+infinite, or if the update lies absurdly far from the global model. In a private job it is also refused if it claims a
+weight of its own or brings a metric that no budget has paid for.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 
@@ -14,6 +15,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 
 from fedplat import wire
+from fedplat.job import Job
 from fedplat.model import Arrays
 from fedplat.wire import Identity
 from server_app.mean import MAX_TOTAL_WEIGHT, RANGE_BITS, peak
@@ -25,10 +27,13 @@ the last bits, and they spin while they wait for the next one."""
 
 
 LOSS = "loss"
+PUBLIC_METRICS = frozenset({"steps", "lr"})
+"""All that a private client may report of its training: these follow from the job, not from its data."""
 LARGEST_METRIC = 1e100
 """Beyond this a weighted sum of metrics could overflow."""
 NPY_HEADER_BYTES = 10_000
 NOT_FINITE = "update has NaN or infinite values"
+BAD_CLIP_NORM = f"'{wire.CLIP_NORM}' is negative or not finite"
 
 
 def _too_far(norm: float, max_norm: float) -> str:
@@ -57,6 +62,29 @@ def allowed_examples(cohort_size: int, least: int = 1) -> range:
     """How many examples one reply may claim: a fair share of what the mean can hold, so that no reply, whatever the
     order of arrival, leaves too little for the others."""
     return range(least, MAX_TOTAL_WEIGHT // cohort_size + 1)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a job allows a training reply to be."""
+
+    max_norm: float
+    examples: range
+    private: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> "Rules":
+        if job.privacy is None:
+            return cls(job.server.max_update_norm, allowed_examples(job.cohort.cohort_size))
+        # Equal weights: a client's number of examples is private, and weights would change the sensitivity.
+        return cls(job.server.max_update_norm, range(1, 2), private=True)
+
+    def require_metrics(self, names: Collection[str]) -> None:
+        if not self.private and LOSS not in names:
+            raise Refused(f"no metric '{LOSS}'")
+        unpaid = sorted(set(names) - PUBLIC_METRICS) if self.private else []
+        if unpaid:
+            raise Refused(f"metric '{unpaid[0]:.50}' of a private job: it is a release that no budget has paid for")
 
 
 def check_report(reply: Message, request: Message, expected: Identity, examples: range) -> Report:
@@ -97,11 +125,11 @@ def check_update(
     model: Mapping[str, np.ndarray],
     max_norm: float,
     examples: range,
+    private: bool = False,
 ) -> Update:
     """A training reply: identity, metrics, and arrays that fit the global model."""
     report = check_report(reply, request, expected, examples)
-    if LOSS not in report.metrics:
-        raise Refused(f"no metric '{LOSS}'")
+    Rules(max_norm, examples, private).require_metrics(report.metrics)
     records = wire.records(reply.content, ArrayRecord)
     if set(records) != {wire.ARRAYS}:
         raise Refused(f"expected one array record '{wire.ARRAYS}', got {sorted(records)}")
@@ -110,6 +138,8 @@ def check_update(
         difference = ", ".join(sorted(record.keys() ^ model.keys())[:5])
         raise Refused(f"array names differ from the model's: {difference}")
     arrays = {name: _decode(name, record[name], model[name]) for name in model}
+    if wire.CLIP_NORM in arrays and not _is_clip_norm(arrays[wire.CLIP_NORM]):
+        raise Refused(BAD_CLIP_NORM)
     norm = update_norm(arrays, model)
     if not math.isfinite(norm):
         raise Refused(NOT_FINITE)
@@ -150,12 +180,21 @@ def _check_header(name: str, shape: tuple[int, ...], dtype: str, model: np.ndarr
         raise Refused(f"array '{name}' is {dtype}, the model's is {model.dtype}")
 
 
+def _is_clip_norm(array: np.ndarray) -> bool:
+    return bool(np.isfinite(array).all() and (array >= 0).all())
+
+
+def _counts(name: str, array: np.ndarray) -> bool:
+    """Whether an array is part of an update's distance: weights are, counters and the clip norm are not."""
+    return np.issubdtype(array.dtype, np.floating) and name != wire.CLIP_NORM
+
+
 def update_norm(arrays: Mapping[str, np.ndarray], model: Mapping[str, np.ndarray]) -> float:
     """L2 distance from the global model over floating-point arrays; NaN and infinity propagate."""
     total = 0.0
     with np.errstate(all="ignore"):
         for name, array in arrays.items():
-            if np.issubdtype(array.dtype, np.floating):
+            if _counts(name, array):
                 total += _squared_distance(array.reshape(-1), model[name].reshape(-1))
     return math.sqrt(total) if total >= 0 else math.nan
 
@@ -170,10 +209,11 @@ def _squared_distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def check_stack(
-    stack: UpdateStack, expected: Sequence[Identity], model: Mapping[str, np.ndarray], max_norm: float
+    stack: UpdateStack, expected: Sequence[Identity], model: Mapping[str, np.ndarray], rules: Rules
 ) -> tuple[list[str | None], list[float]]:
     """The same checks for every row of a stack: a reason to refuse it, or None; and the norms."""
     _check_stack_header(stack, model)
+    rules.require_metrics(stack.metrics)
     norms = _stack_norms(stack.arrays, model)
     finite = {name: np.abs(values) <= LARGEST_METRIC for name, values in stack.metrics.items()}
     too_large = _rows_out_of_range(stack.arrays)
@@ -184,10 +224,14 @@ def check_stack(
             reason = f"wrong identity: {stack.identities[row]}, expected {identity}"
         elif not all(column[row] for column in finite.values()):
             reason = "a metric is not a reasonable number"
+        elif stack.num_examples[row] not in rules.examples:
+            reason = f"'{wire.NUM_EXAMPLES}' is {stack.num_examples[row]}"
         elif not math.isfinite(norms[row]):
             reason = NOT_FINITE
-        elif norms[row] > max_norm:
-            reason = _too_far(norms[row], max_norm)
+        elif norms[row] > rules.max_norm:
+            reason = _too_far(norms[row], rules.max_norm)
+        elif wire.CLIP_NORM in stack.arrays and not _is_clip_norm(stack.arrays[wire.CLIP_NORM][row]):
+            reason = BAD_CLIP_NORM
         elif row in too_large:
             reason = f"update has a value outside ±2^{RANGE_BITS}"
         reasons.append(reason)
@@ -217,7 +261,7 @@ def _stack_norms(stacks: Mapping[str, np.ndarray], model: Mapping[str, np.ndarra
     total = np.zeros(len(next(iter(stacks.values()))))
     with np.errstate(all="ignore"):
         for name, stack in stacks.items():
-            if np.issubdtype(stack.dtype, np.floating):
+            if _counts(name, stack):
                 delta = np.subtract(stack, model[name]).reshape(len(stack), -1)
                 total += np.einsum("ij,ij->i", delta, delta, dtype=np.float64)
         return [float(norm) for norm in np.sqrt(total)]

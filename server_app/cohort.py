@@ -2,6 +2,10 @@
 
 The driver samples by client *name* from the job's own list, so the cohort of round r depends only
 on (seed, r), not on node ids, on the order of connection or on who happens to be online.
+
+Where privacy is claimed for the sampling itself (unit client, Poisson or fixed size), the cohort comes from the
+operating system's randomness instead: a cohort that follows from a public seed hides nobody. It is then a secret of
+the server, and a repeated round draws a new one.
 """
 
 import time
@@ -13,9 +17,11 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fedplat import wire
-from fedplat.errors import JobError
+from fedplat.errors import JobError, UsageError
 from fedplat.federation import natural_order
+from fedplat.job import Job
 from fedplat.streams import numpy_stream
+from privacy.randomness import Keystream, insecure_stream, secure_stream
 from server_app.exchange import Exchange
 
 HELLO = "query.hello"
@@ -28,6 +34,53 @@ def sample_cohort(names: list[str], size: int, *labels: str | int) -> list[str]:
     """`size` names without replacement, in natural order, from the stream that the labels name."""
     chosen = numpy_stream(*labels).choice(len(names), size=size, replace=False)
     return natural_order([names[i] for i in chosen])
+
+
+def round_cohort(job: Job, names: list[str], number: int) -> list[str]:
+    """Who trains in a round, sampled as the job's privacy claims. A Poisson cohort may be empty."""
+    size, seed, privacy = job.cohort.cohort_size, job.job.seed, job.privacy
+    sampling = privacy.sampling if privacy is not None and privacy.unit == "client" else "none"
+    if sampling == "none":
+        return sample_cohort(names, size, seed, "cohort", number)
+    if sampling == "banded":
+        return sample_cohort(_band(job, names, number), size, seed, "cohort", number)
+    insecure = privacy is not None and privacy.insecure_noise
+    stream = insecure_stream(seed, "cohort", number) if insecure else secure_stream()
+    if sampling == "poisson":
+        return [names[row] for row in stream.uniform_rows(len(names), size / len(names))]
+    return [names[row] for row in sorted(_subset(stream, len(names), size))]
+
+
+def _band(job: Job, names: list[str], number: int) -> list[str]:
+    """The clients whose turn it is: dealt once into min_separation groups, which take turns.
+
+    So two rounds of one client are at least min_separation apart, without any memory of who took part.
+    """
+    assert job.privacy is not None and job.privacy.min_separation is not None
+    groups = job.privacy.min_separation
+    dealt = numpy_stream(job.job.seed, "bands").permutation(len(names))
+    return natural_order([names[i] for i in dealt[number % groups :: groups]])
+
+
+def _subset(stream: Keystream, n: int, size: int) -> set[int]:
+    """`size` of n numbers, all subsets equally likely (Floyd's algorithm)."""
+    chosen: set[int] = set()
+    for last in range(n - size, n):
+        drawn = stream.below(last + 1)
+        chosen.add(last if drawn in chosen else drawn)
+    return chosen
+
+
+def require_cohorts(job: Job) -> None:
+    """Refuse a job whose clients are too few for the rounds that each of them must stay away."""
+    if job.privacy is None or job.privacy.min_separation is None:
+        return
+    needed = job.cohort.cohort_size * job.privacy.min_separation
+    if job.cohort.clients < needed:
+        raise UsageError(
+            f"privacy.min_separation = {job.privacy.min_separation} with cohorts of {job.cohort.cohort_size} needs at "
+            f"least {needed} clients, cohort.clients is {job.cohort.clients}: lower cohort.size or min_separation"
+        )
 
 
 class Roster:

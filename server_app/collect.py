@@ -1,7 +1,9 @@
 """Collect a round's updates: check each as it arrives, reduce it or keep it, retry what failed.
 
 Mean-based strategies get one reply, the mean. The others (medians, Krum, Bulyan) get every accepted reply,
-sorted by client name, so that their result doesn't depend on the order of arrival either.
+sorted by client name, so that their result doesn't depend on the order of arrival either. Under client-level privacy
+the one reply is the noisy mean, also if nobody answered; each client counts at most once, whatever it sends.
+An adaptive clip norm is taken out of what a strategy sees and averaged here.
 """
 
 import math
@@ -10,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 
 from fedplat import wire
 from fedplat.errors import JobError
@@ -19,9 +22,12 @@ from fedplat.federation import natural_order
 from fedplat.job import Job
 from fedplat.model import Arrays
 from fedplat.wire import Identity
-from server_app.checks import LOSS, Refused, Report, Update, allowed_examples, check_stack, check_update
+from privacy.clip_norm import RANGE
+from server_app.adaptive_clip import without_clip_norm
+from server_app.checks import LOSS, Refused, Report, Rules, Update, check_stack, check_update
 from server_app.exchange import Exchange
 from server_app.mean import MeanReducer
+from server_app.private_mean import PrivateMean
 from server_app.stack import UpdateStack
 
 Kind = Literal["error", "late", "refused"]
@@ -54,7 +60,7 @@ class Tally:
 
 
 class Collector:
-    """One training phase."""
+    """One training phase. `reduce`: the strategy needs only the mean; `private`: a noisy mean in its place."""
 
     def __init__(
         self,
@@ -64,12 +70,15 @@ class Collector:
         name_of: Mapping[int, str],
         reduce: bool,
         emit: Callable[[Event], None],
+        private: PrivateMean | None = None,
     ) -> None:
         self._job, self._round, self._model, self._name_of = job, round_number, model, name_of
         self._digest = job.digest
-        self._examples = allowed_examples(job.cohort.cohort_size)
+        self._rules = Rules.of(job)
         self._emit = emit
-        self._reducer = MeanReducer(model) if reduce else None
+        self._private = private
+        self._reducer = private if private is not None else MeanReducer(model) if reduce else None
+        self._clip_norms = MeanReducer({n: a for n, a in model.items() if n == wire.CLIP_NORM})
         self._kept: dict[str, Message] = {}
         self._template: Message | None = None
         self._attempts: dict[int, int] = {}
@@ -95,13 +104,23 @@ class Collector:
         """What the strategy gets."""
         if self._reducer is None:
             return [self._kept[name] for name in natural_order(list(self._kept))]
-        if self._reducer.count == 0 or self._template is None:
+        if self._reducer.count == 0 and self._private is None:
             return []
         identity = Identity(self._digest, self._round, 1, "mean")
-        arrays = wire.encode_arrays(self._reducer.mean())
+        arrays = wire.encode_arrays(without_clip_norm(self._reducer.mean()))
         content = wire.reply_content(identity, self._reducer.total_weight, self.tally.mean_metrics(), arrays)
-        wire.records(content, MetricRecord)[wire.METRICS][wire.NUM_UPDATES] = self._reducer.count
+        if self._private is None:
+            wire.records(content, MetricRecord)[wire.METRICS][wire.NUM_UPDATES] = self._reducer.count
+        if self._template is None:  # noise alone: nobody was asked, or nobody answered
+            return [Message(content, dst_node_id=1, message_type=MessageType.TRAIN)]
         return [Message(content, reply_to=self._template)]
+
+    def clip_norm(self) -> Arrays:
+        """The next adaptive clip norm, if the job has one: what strategies don't see."""
+        if wire.CLIP_NORM not in self._model:
+            return {}
+        reducer = self._clip_norms if self._reducer is None else self._reducer
+        return {wire.CLIP_NORM: np.clip(reducer.mean()[wire.CLIP_NORM], *RANGE)}
 
     def _send(self, exchange: Exchange, requests: list[Message]) -> None:
         self.tally.bytes_down += _payload(requests)
@@ -125,8 +144,10 @@ class Collector:
         self.tally.bytes_up += wire.payload_bytes(reply.content)
         expected = Identity(self._digest, self._round, self._attempt(request), client)
         try:
-            norm_limit = self._job.server.max_update_norm
-            update = check_update(reply, request, expected, self._model, norm_limit, self._examples)
+            rules = self._rules
+            update = check_update(
+                reply, request, expected, self._model, rules.max_norm, rules.examples, private=rules.private
+            )
             self._accept(expected, request, reply, update)
         except Refused as refusal:
             self._failed(exchange, request, "refused", str(refusal))
@@ -134,10 +155,12 @@ class Collector:
             self._failed(exchange, request, "refused", f"{type(error).__name__}: {error}")
 
     def _accept(self, identity: Identity, request: Message, reply: Message, update: Update) -> None:
+        if identity.client in self.tally.reports:
+            raise Refused("this client's update is counted already")
         if self._reducer is None:
             # Rebuilt with fixed names: Flower's strategies refuse the whole round if one reply has another metric.
-            metrics = {LOSS: update.metrics[LOSS]}
-            arrays = wire.records(reply.content, ArrayRecord)[wire.ARRAYS]
+            metrics = {name: update.metrics[name] for name in (LOSS,) if name in update.metrics}
+            arrays = self._for_strategy(reply, update)
             content = wire.reply_content(identity, update.num_examples, metrics, arrays)
             self._kept[identity.client] = Message(content, reply_to=request)
         else:
@@ -148,6 +171,12 @@ class Collector:
             self._template = request
         self._count(identity.client, Report(update.num_examples, update.metrics), update.norm)
 
+    def _for_strategy(self, reply: Message, update: Update) -> ArrayRecord:
+        if wire.CLIP_NORM not in update.arrays:
+            return wire.records(reply.content, ArrayRecord)[wire.ARRAYS]
+        self._clip_norms.add({wire.CLIP_NORM: update.arrays[wire.CLIP_NORM]}, update.num_examples)
+        return wire.encode_arrays(without_clip_norm(update.arrays))
+
     def _stack_arrived(self, exchange: Exchange, requests: list[Message], stack: UpdateStack) -> None:
         """Many updates at once: the same checks, the same bits, without a message for each."""
         clients = [self._name_of[request.metadata.dst_node_id] for request in requests]
@@ -155,7 +184,7 @@ class Collector:
             Identity(self._digest, self._round, self._attempt(request), client)
             for request, client in zip(requests, clients, strict=True)
         ]
-        reasons, norms = check_stack(stack, expected, self._model, self._job.server.max_update_norm)
+        reasons, norms = check_stack(stack, expected, self._model, self._rules)
         rows = [row for row, reason in enumerate(reasons) if reason is None]
         if rows and self._reducer is not None:
             chosen = slice(None) if len(rows) == len(stack) else rows
@@ -177,7 +206,8 @@ class Collector:
                 round=self._round,
                 client=client,
                 num_examples=report.num_examples,
-                update_norm=norm,
+                # What an update's norm tells of one client is not part of the release.
+                update_norm=norm if self._private is None else math.nan,
                 metrics=report.metrics,
             )
         )

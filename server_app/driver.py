@@ -2,7 +2,8 @@
 
 Each round: sample the cohort by name → show the strategy a Grid with only that cohort → collect and
 check updates → aggregate → evaluate → commit a checkpoint. Everything random in round r comes from
-(seed, r), so a run that was killed and resumed ends with the same bits as one that never stopped.
+(seed, r), so a run that was killed and resumed ends with the same bits as one that never stopped. Under client-level
+privacy noise and cohorts are secret and drawn anew instead: a repeated round is a new release.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from fedplat.events import (
     Evaluated,
     EventLog,
     Interrupted,
+    PrivacySpent,
     RoundFinished,
     RoundStarted,
     RunFailed,
@@ -35,12 +37,15 @@ from fedplat.model import Arrays
 from fedplat.rundir import RunDirectory
 from fedplat.streams import globals_seeded
 from fedplat.wire import Identity
+from server_app.adaptive_clip import send_clip_norm, without_clip_norm
 from server_app.checkpoint import Checkpoint, CheckpointStore, HoldsClientState
 from server_app.client_evaluation import EvaluationPhase
-from server_app.cohort import CohortGrid, Roster, sample_cohort
+from server_app.cohort import CohortGrid, Roster, round_cohort, sample_cohort
 from server_app.collect import Collector, Tally
 from server_app.evaluation import GlobalModel
 from server_app.exchange import Exchange
+from server_app.private_mean import NOISE_STATE, CentralNoise
+from server_app.spending import KnowsReleases, RunBook
 from server_app.stopping import after_evaluation
 from server_app.strategies import MEAN_BASED
 from server_app.strategy_state import decode_state, encode_state
@@ -61,6 +66,8 @@ class Driver:
         self._names = [client_name(i) for i in range(job.cohort.clients)]
         self._roster = Roster(grid, self._names)
         self._state = Checkpoint(0, job.digest, model.initial, {})
+        self._noise = CentralNoise.of(job)
+        self._book = RunBook(job, run)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue after the checkpoint's round instead of from the beginning."""
@@ -69,7 +76,10 @@ class Driver:
                 f"strategy {self._job.server.strategy} has no state codec, so this run can't be resumed. "
                 "Give it state_arrays() and load_state_arrays()"
             )
-        decode_state(self._strategy, checkpoint.strategy)
+        own = {name: array for name, array in checkpoint.strategy.items() if not name.startswith(NOISE_STATE)}
+        decode_state(self._strategy, own)
+        if self._noise is not None:
+            self._noise.load_state_arrays(checkpoint.strategy, checkpoint.round)
         if isinstance(self._grid, HoldsClientState):
             self._grid.restore_client_states(checkpoint.clients)
         elif self._job.uses_client_state:
@@ -100,6 +110,8 @@ class Driver:
             raise self._failed_to_store(error) from error
         except Exception as error:
             raise self._broken(error) from error
+        finally:
+            self._book.close()
 
     def _broken(self, error: Exception) -> JobError:
         reason = f"{type(error).__name__}: {error}"
@@ -120,13 +132,16 @@ class Driver:
 
     def _round(self, number: int) -> None:
         started = time.perf_counter()
-        cohort = sample_cohort(self._names, self._job.cohort.cohort_size, self._job.job.seed, "cohort", number)
+        cohort = round_cohort(self._job, self._names, number)
+        self._book.reserve(number)
         self._log.append(RoundStarted(round=number, cohort=cohort))
         tally, arrays = self._train(number, cohort)
+        self._book.commit()
         seconds = time.perf_counter() - started
         self._state = replace(self._state, round=number, arrays=arrays or self._state.arrays)
         summary = _summary(number, tally, arrays is not None, seconds)
         self._log.append(summary)
+        self._note_privacy(number)
         logger.info("round %d: %d accepted, %.2f s, %s", number, summary.accepted, seconds, summary.metrics)
         last = number == self._job.job.rounds
         if last or number % self._job.evaluation.every == 0:
@@ -135,28 +150,46 @@ class Driver:
         if last or self._state.progress.stop or number % self._job.server.checkpoint_every == 0:
             self._commit()
 
+    def _note_privacy(self, number: int) -> None:
+        known = self._grid.most_releases() if isinstance(self._grid, KnowsReleases) else None
+        self._append_privacy(self._book.spent(number, known))
+
+    def _append_privacy(self, spent: PrivacySpent | None) -> None:
+        if spent is not None:
+            self._log.append(spent)
+
     def _train(self, number: int, cohort: list[str]) -> tuple[Tally, Arrays | None]:
         """Train a cohort; None instead of arrays if the round did not change the model."""
         nodes = self._connected(number, cohort, "train")
-        reduce = self._job.server.strategy in MEAN_BASED
-        origin, name_of = self._model.origin(self._state.arrays), {n: c for c, n in nodes.items()}
-        collector = Collector(self._job, number, origin, name_of, reduce, self._log.append)
+        collector = self._collector(number, nodes)
         exchange = Exchange(self._grid, self._job.cohort.deadline_s)
-        if nodes:
+        if nodes or self._noise is not None:
             collector.run(exchange, self._requests(number, nodes, train=True))
         collector.tally.failures.update({client: "error" for client in cohort if client not in nodes})
         accepted = len(collector.tally.reports)
-        if accepted < self._job.cohort.min_replies:
+        if accepted < self._least_replies(cohort):
             least = f"cohort.min_replies = {self._job.cohort.min_replies}"
             self._shortfall(number, collector.tally, f"{accepted} accepted updates, {least}")
-            return collector.tally, None
+            if self._noise is None:  # else carry on: the noise is right for any number, and skipping would tell
+                return collector.tally, None
         with self._seeded("aggregate", number):
             arrays, _ = self._strategy.aggregate_train(number, collector.replies())
         if arrays is None:
             name = self._job.server.strategy
             self._shortfall(number, collector.tally, f"strategy {name} did not aggregate {accepted} accepted updates")
             return collector.tally, None
-        return collector.tally, self._model.conform(wire.decode_arrays(arrays))
+        return collector.tally, self._model.conform(wire.decode_arrays(arrays) | collector.clip_norm())
+
+    def _collector(self, number: int, nodes: dict[str, int]) -> Collector:
+        reduce, arrays = self._job.server.strategy in MEAN_BASED, self._state.arrays
+        private = None if self._noise is None else self._noise.reducer(number, arrays)
+        name_of = {n: c for c, n in nodes.items()}
+        return Collector(self._job, number, self._model.origin(arrays), name_of, reduce, self._log.append, private)
+
+    def _least_replies(self, cohort: list[str]) -> int:
+        """A private cohort may be small, or empty, by chance: that is no shortfall."""
+        least = self._job.cohort.min_replies
+        return least if self._noise is None else min(least, len(cohort))
 
     def _connected(self, number: int, cohort: list[str], phase: Literal["train", "evaluate"]) -> dict[str, int]:
         """The cohort's nodes; those that are not connected are noted as failed."""
@@ -177,12 +210,15 @@ class Driver:
 
     def _requests(self, number: int, nodes: dict[str, int], *, train: bool) -> list[Message]:
         """The strategy's messages to a cohort."""
-        grid = CohortGrid(self._grid, nodes.values())
-        arrays: ArrayRecord = wire.encode_arrays(self._state.arrays)
+        # An empty cohort is a round too: the strategy takes the model from here, and its message is dropped.
+        grid = CohortGrid(self._grid, nodes.values() or [1])
+        arrays: ArrayRecord = wire.encode_arrays(without_clip_norm(self._state.arrays))
         config = Identity(self._job.digest, number, attempt=1).record()
         configure = self._strategy.configure_train if train else self._strategy.configure_evaluate
         with self._seeded("configure" if train else "configure-evaluate", number):
-            return list(configure(number, arrays, config, grid))
+            requests = list(configure(number, arrays, config, grid))
+        send_clip_norm(requests, self._state.arrays)
+        return requests if nodes else []
 
     def _seeded(self, purpose: str, number: int) -> contextlib.AbstractContextManager[None]:
         return globals_seeded(self._job.job.seed, purpose, number)
@@ -243,7 +279,10 @@ class Driver:
     def _commit(self) -> None:
         """Everything the next round depends on, in one atomic step; events of the round first."""
         clients = self._grid.client_states() if isinstance(self._grid, HoldsClientState) else {}
-        self._state = replace(self._state, strategy=encode_state(self._strategy), clients=clients)
+        strategy = encode_state(self._strategy)
+        if strategy is not None and self._noise is not None:
+            strategy |= self._noise.state_arrays()
+        self._state = replace(self._state, strategy=strategy, clients=clients)
         self._log.sync()
         self._store.save(self._state)
         self._log.append(Checkpointed(round=self._state.round))
@@ -254,6 +293,8 @@ class Driver:
         if best_round is not None:
             self._model.save(self._store.load_best(best_round), self._run.best_file)
         reason = self._state.progress.stop or "rounds"
+        if reason != "rounds" and self._state.round > 0:  # in round 0 nothing was released that could have stopped it
+            self._append_privacy(self._book.spent_as_planned(self._state.round))
         self._log.append(RunFinished(round=self._state.round, reason=reason, model_sha256=sha256))
         self._log.sync()
 

@@ -8,6 +8,7 @@ import numpy as np
 import safetensors.numpy
 import torch
 
+from fedplat import wire
 from fedplat.device import default_device
 from fedplat.errors import JobError, UsageError
 from fedplat.evaluate import Measurement, evaluate
@@ -25,10 +26,18 @@ from fedplat.model import (
 from fedplat.task import Examples, Task, load_examples
 
 
+def initial_clip_norm(job: Job) -> Arrays:
+    """Where an adaptive clip norm starts; empty if the job has none."""
+    if job.privacy is None or job.privacy.adaptive is None:
+        return {}
+    return {wire.CLIP_NORM: np.array(job.privacy.clip_norm, np.float32)}
+
+
 class GlobalModel:
     """The server's copy of the model; frozen parameters stay here and never travel.
 
-    `initial` is what a run starts from: the model's travelling arrays and, for SCAFFOLD, control variates of zero.
+    `initial` is what a run starts from: the model's travelling arrays and, for SCAFFOLD, control variates of zero, and
+    an adaptive clip norm.
     """
 
     def __init__(self, job: Job, task: Task) -> None:
@@ -39,7 +48,7 @@ class GlobalModel:
         self._personal = frozenset(personal_state(self._model, job.task.personal))
         controlled = controlled_parameters(self._model, self._state) if job.is_scaffold else {}
         controls = read_arrays({name: torch.zeros_like(p) for name, p in controlled.items()})
-        self.initial: Arrays = read_arrays(self._state) | controls
+        self.initial: Arrays = read_arrays(self._state) | controls | initial_clip_norm(job)
         self.num_parameters = sum(tensor.numel() for tensor in self._state.values())
         self._test: Examples | None = load_examples(task, job.task.name, "test") if job.evaluation.server else None
 

@@ -15,6 +15,7 @@ from fedplat.tasks import load_task
 from server_app.checkpoint import CheckpointStore
 from server_app.driver import Driver
 from server_app.evaluation import GlobalModel
+from server_app.spending import ledger_identity, require_own_ledger
 from server_app.strategies import build_strategy, require_dtypes
 
 Where = Literal["simulation", "flower"]
@@ -45,6 +46,10 @@ def require_resumable(run: RunDirectory) -> None:
             raise UsageError(
                 f"{run.path}: already finished after round {event.round}. Look at it with: fedplat runs show {run.path}"
             )
+    # Not by its rounds: those that a crash has undone don't count in the log, and were released all the same.
+    started = next((event for event in events if isinstance(event, RunStarted)), None)
+    if started is not None and run.job().privacy is not None:
+        require_own_ledger(run, started)
 
 
 def _drive(
@@ -79,5 +84,6 @@ def _started(job: Job, run: RunDirectory, model: GlobalModel, where: Where) -> R
         rounds=job.job.rounds,
         parameters=model.num_parameters,
         where=where,
+        ledger=ledger_identity(run) if job.privacy is not None else None,
         versions={"fedplat": __version__, "python": platform.python_version(), **libraries},
     )

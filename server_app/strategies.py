@@ -16,11 +16,14 @@ from fedplat.arguments import bind_arguments
 from fedplat.errors import UsageError
 from fedplat.job import Job
 from fedplat.tasks import find_class
+from server_app.cohort import require_cohorts
 from server_app.scaffold import Scaffold
 
 _OURS: dict[str, type[Strategy]] = {"Scaffold": Scaffold}
 MEAN_BASED = frozenset({"FedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "FedProx", "Scaffold"})
 """Strategies that see updates only through their weighted mean: `server_app.mean` reduces for them."""
+CLIENT_LEVEL = MEAN_BASED - {"Scaffold"}
+"""Strategies that can have privacy.unit = 'client': what they see is what `server_app.private_mean` released."""
 
 _OWNED = {
     "fraction_train": "set cohort.fraction or cohort.size",
@@ -69,6 +72,7 @@ def build_strategy(job: Job) -> Strategy:
     cls = _built_in(name) if name in names else find_class(name, "strategy", names)
     if not issubclass(cls, Strategy):
         raise UsageError(f"strategy {name}: not a subclass of flwr.serverapp.strategy.Strategy")
+    _require_private(job)
     _require_sane(job)
     accepted = inspect.signature(cls).parameters
     filled = {key: value for key, value in _filled_in(job).items() if key in accepted}
@@ -78,6 +82,21 @@ def build_strategy(job: Job) -> Strategy:
     except (TypeError, ValueError, AssertionError) as error:
         raise UsageError(f"server.args: {name} refused them: {error}") from None
     return strategy
+
+
+def _require_private(job: Job) -> None:
+    """Refuse strategies that would see more than a private job releases."""
+    name = job.server.strategy
+    if job.privacy is None:
+        return
+    if name == "QFedAvg":
+        raise UsageError("server.strategy = 'QFedAvg' weighs clients by their training loss, which private ones keep")
+    if job.privacy.unit == "client" and name not in CLIENT_LEVEL:
+        raise UsageError(
+            f"server.strategy = '{name}' can't have privacy.unit = 'client': it looks at single updates, so its result "
+            f"isn't bounded by the clip norm as a mean is. Use one of {', '.join(sorted(CLIENT_LEVEL))}"
+        )
+    require_cohorts(job)
 
 
 def _require_sane(job: Job) -> None:

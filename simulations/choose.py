@@ -2,25 +2,25 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from flwr.clientapp import ClientApp
 
 from client_app.handler import Handler, handler_for, install_handler
-from client_app.local import LocalTrainer
 from client_app.schedule import learning_rate
 from fedplat.device import use_threads
 from fedplat.errors import UsageError
 from fedplat.federation import client_name
 from fedplat.job import Job
-from fedplat.model import set_training
 from fedplat.streams import torch_stream
+from fedplat.wire import Identity
 from simulations.engine import Engine, SerialEngine, examples_of
 from simulations.faults import FaultyEngine, wants_crash
 from simulations.process_engine import ProcessEngine, default_workers
 from simulations.ray_engine import require_ray
 from simulations.vector import ClientPlan, StackTrainer
-from simulations.vector_engine import VectorEngine, default_chunk, why_not_vectorised
+from simulations.vector_engine import VectorEngine, default_chunk, stack_randomness, stack_trainer, why_not_vectorised
 from simulations.worker import fedplat_client_app
 
 CALIBRATION_CLIENTS = 3
@@ -49,8 +49,8 @@ def settle_engine(job: Job) -> tuple[Job, Choice]:
     return pinned, choice
 
 
-def make_engine(job: Job, client_app: ClientApp) -> Engine:
-    """The engine of a job whose engine is settled."""
+def make_engine(job: Job, client_app: ClientApp, ledger_file: Path | None = None) -> Engine:
+    """The engine of a job whose engine is settled. A private job's clients are charged to the ledger of its run."""
     handler = handler_for(job.canonical())
     engine: Engine
     match job.simulation.engine:
@@ -65,6 +65,13 @@ def make_engine(job: Job, client_app: ClientApp) -> Engine:
     faults = job.simulation.faults
     if any(faults.model_dump().values()):
         engine = FaultyEngine(engine, job, can_crash=job.simulation.engine == "process")
+    plan = handler.plan
+    if plan is not None and plan.section.unit == "sample":
+        if ledger_file is None:
+            raise ValueError("private clients need a ledger")
+        from simulations.accounted_engine import AccountedEngine, open_simulation_ledger  # loads SQLAlchemy
+
+        engine = AccountedEngine(engine, handler, plan, open_simulation_ledger(ledger_file, plan, handler.data.names()))
     return engine
 
 
@@ -131,13 +138,10 @@ def _plan(job: Job, handler: Handler, index: int) -> ClientPlan:
 
 def _time_serial(job: Job, handler: Handler) -> float:
     """Seconds for the calibration clients, one by one. The resident model's weights change; no request minds."""
-    trainer = LocalTrainer(job, handler.task, handler.model, handler.device)
-    set_training(handler.model, job.task.freeze)
 
     def train(index: int) -> None:
         name = client_name(index)
-        generator = torch_stream(job.job.seed, "calibration", name)
-        trainer.train(handler.data.train(name), learning_rate(job, name, 1), generator)
+        handler.fit(handler.data.train(name), learning_rate(job, name, 1), Identity(job.digest, 0, 0, name))
 
     train(0)  # the first step in a process pays for lazy initialisation
     started = time.perf_counter()
@@ -147,9 +151,17 @@ def _time_serial(job: Job, handler: Handler) -> float:
 
 
 def _time_stack(job: Job, handler: Handler, chunk: int) -> float:
-    trainer = StackTrainer(job, handler.task, handler.model, handler.data.examples)
-    trainer.train([_plan(job, handler, i) for i in range(min(2, chunk))])
-    plans = [_plan(job, handler, i) for i in range(chunk)]
+    trainer, randomness = stack_trainer(job, handler), stack_randomness(handler, chunk)
+
+    def train(count: int) -> None:
+        plans = [_plan(job, handler, i) for i in range(count)]
+        if isinstance(trainer, StackTrainer):
+            trainer.train(plans)
+        else:
+            identities = [Identity(job.digest, 0, 0, client_name(i)) for i in range(count)]
+            trainer.train(plans, randomness(identities), clip_norm=1.0)
+
+    train(min(2, chunk))
     started = time.perf_counter()
-    trainer.train(plans)
+    train(chunk)
     return time.perf_counter() - started

@@ -8,7 +8,7 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -66,6 +66,13 @@ def run_client(client_app: ClientApp, delivery: Delivery) -> Done:
     except Exception:
         reply = error_reply(delivery.message, traceback.format_exc())
     return Done(delivery, reply)
+
+
+@runtime_checkable
+class Accounted(Protocol):
+    """An engine whose clients spend privacy, in a ledger that it keeps."""
+
+    def most_releases(self) -> int: ...
 
 
 class SerialEngine:

@@ -19,7 +19,7 @@ from fedplat import wire
 from fedplat.federation import client_name
 from fedplat.flower import Config, become_server, empty_run, error_reply, new_context, stamp
 from server_app.stack import UpdateStack
-from simulations.engine import Delivery, Done, Engine, SerialEngine
+from simulations.engine import Accounted, Delivery, Done, Engine, SerialEngine
 
 FIRST_NODE_ID = 1000
 _run_ids = itertools.count(1)
@@ -119,6 +119,10 @@ class LocalGrid(Grid):
     def nothing_to_come(self, message_ids: Collection[str]) -> bool:
         return self._engine.is_idle() and not any(message_id in self._ready for message_id in message_ids)
 
+    def most_releases(self) -> int | None:
+        """Training rounds that one client's privacy has paid for at most; None where nothing is accounted."""
+        return self._engine.most_releases() if isinstance(self._engine, Accounted) else None
+
     def close(self) -> None:
         self._engine.close()
 
@@ -155,7 +159,11 @@ class LocalGrid(Grid):
         return FIRST_NODE_ID <= node < FIRST_NODE_ID + self._num_clients
 
     def _context(self, node: int) -> Context:
-        node_config: Config = {"partition-id": node - FIRST_NODE_ID, "num-partitions": self._num_clients}
+        node_config: Config = {
+            "partition-id": node - FIRST_NODE_ID,
+            "num-partitions": self._num_clients,
+            wire.SIMULATED: True,
+        }
         context = new_context(self._run.run_id, node, node_config, dict(self._run_config))
         if node in self._states:
             context.state = self._states[node]

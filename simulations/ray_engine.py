@@ -32,6 +32,8 @@ def require_ray(job: Job) -> None:
         raise UsageError("engine ray needs Ray: pip install 'fedplat[ray]' (or choose --engine process)")
     if job.uses_client_state:
         raise UsageError("engine ray can't checkpoint what clients remember: choose --engine process")
+    if job.privacy is not None:
+        raise UsageError("engine ray has no ledger for private clients: choose --engine vector or process")
     if any(job.simulation.faults.model_dump().values()):
         raise UsageError("simulation.faults needs one of the engines serial, vector, process")
 

@@ -21,6 +21,7 @@ from simulations.stacked_mlp import backward as mlp_backward
 from simulations.stacked_mlp import forward as mlp_forward
 
 Forward = Callable[[Stack, Tensor], Any]
+Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,10 @@ class StackTrainer:
         means: "_StackMeans",
     ) -> None:
         sizes = torch.tensor([len(batch) for batch in batches])
-        rows, mask = _pad(batches, sizes)
+        rows, mask = pad_batches(batches, sizes)
         inputs, targets = self._examples.inputs[rows], self._examples.targets[rows]
         if self._augment is not None:
-            inputs = self._augmented(inputs, sizes, generators)
+            inputs = augment_stack(self._augment, inputs, sizes, generators)
         shares = mask / sizes.unsqueeze(1)
         if self._layers is not None:
             values = self._mlp_step(self._layers, stack, inputs, targets, shares, optimizer)
@@ -153,17 +154,18 @@ class StackTrainer:
                 optimizer.step(gradients, active)
         return {"loss": losses.detach(), **{name: part.detach() for name, part in parts.items()}}
 
-    def _augmented(self, inputs: Tensor, sizes: Tensor, generators: list[torch.Generator]) -> Tensor:
-        """Each client augments its own batch from its own stream; padding stays as it is."""
-        augmented = inputs.clone()
-        for client, generator in enumerate(generators):
-            real = int(sizes[client])
-            if self._augment is not None:
-                augmented[client, :real] = self._augment(inputs[client, :real], generator)
-        return augmented
+
+def augment_stack(augment: Augment, inputs: Tensor, sizes: Tensor, generators: list[torch.Generator]) -> Tensor:
+    """Each client augments its own batch from its own stream; padding stays as it is."""
+    augmented = inputs.clone()
+    for client, generator in enumerate(generators):
+        real = int(sizes[client])
+        if real:
+            augmented[client, :real] = augment(inputs[client, :real], generator)
+    return augmented
 
 
-def _pad(batches: list[Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
+def pad_batches(batches: list[Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Row numbers as a rectangle, padded with each client's first row, and which of them are real."""
     width = int(sizes.max())
     if int(sizes.min()) == width:

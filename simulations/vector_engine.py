@@ -7,8 +7,9 @@ queries run one by one: they are rare and cheap.
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,17 +18,21 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from client_app.client_level import clip_update
+from client_app.dp_sgd import Randomness, RandomnessSource
 from client_app.handler import Handler, handler_for, name_of
 from client_app.schedule import learning_rate
 from fedplat import wire
 from fedplat.device import use_threads
 from fedplat.job import Job
-from fedplat.model import set_training
+from fedplat.model import Arrays, set_training
 from fedplat.streams import torch_stream
 from fedplat.wire import Identity
 from server_app.stack import UpdateStack
 from simulations.engine import Delivery, Done, examples_of, run_client
-from simulations.vector import ClientPlan, StackTrainer, stacked_forward
+from simulations.private_vector import MOST_ELEMENTS, PrivateStackTrainer
+from simulations.stacked_mlp import is_plain_mlp, layers_of
+from simulations.vector import ClientPlan, StackResult, StackTrainer, stacked_forward
 
 logger = logging.getLogger(__name__)
 CACHE_BYTES = 8 << 20
@@ -50,7 +55,17 @@ def why_not_vectorised(job: Job, handler: Handler) -> str | None:
             return f"layer '{name}' ({type(module).__name__}) draws from the global random stream"
     if handler.device.type != "cpu":
         return "a GPU runs clients through the process engine"
-    return _why_forward_differs(handler)
+    return _why_forward_differs(handler) or _why_too_large(handler)
+
+
+def _why_too_large(handler: Handler) -> str | None:
+    """Per-example gradients of a stack must fit into memory where they are formed at all."""
+    plan = handler.plan
+    if plan is None or plan.section.unit == "client" or is_plain_mlp(layers_of(handler.model)):
+        return None
+    parameters = sum(p.numel() for p in handler.model.parameters() if p.requires_grad)
+    elements = int(parameters * 2 * plan.normaliser) * default_chunk(handler)
+    return f"per-example gradients of a stack would take {elements * 4 >> 20} MB" if elements > MOST_ELEMENTS else None
 
 
 @torch.no_grad()
@@ -76,14 +91,32 @@ def default_chunk(handler: Handler) -> int:
     return int(min(128, max(8, CACHE_BYTES // (2 * size))))
 
 
+def stack_trainer(job: Job, handler: Handler) -> StackTrainer | PrivateStackTrainer:
+    """What trains stacks of this job's clients."""
+    if handler.plan is not None and handler.plan.section.unit == "sample":
+        return PrivateStackTrainer(job, handler.plan, handler.task, handler.model, handler.data.examples)
+    return StackTrainer(job, handler.task, handler.model, handler.data.examples)
+
+
+def stack_randomness(handler: Handler, chunk: int) -> Callable[[Sequence[Identity]], list[Randomness]]:
+    """Secret streams for stacks of so many clients."""
+    plan = handler.plan
+    if plan is None:
+        return lambda identities: []
+    parameters = sum(p.numel() for p in handler.model.parameters() if p.requires_grad)
+    return partial(RandomnessSource(plan, chunk * parameters).streams, handler.job.job.seed)
+
+
 class VectorEngine:
     """Trains chunks of clients at once in this process."""
 
     def __init__(self, job: Job, client_app: ClientApp, chunk: int = 0) -> None:
         self._job, self._client_app = job, client_app
         self._handler = handler_for(job.canonical())
-        self._trainer = StackTrainer(job, self._handler.task, self._handler.model, self._handler.data.examples)
+        self._privacy = self._handler.plan
+        self._trainer = stack_trainer(job, self._handler)
         self.chunk = chunk or default_chunk(self._handler)
+        self._randomness = stack_randomness(self._handler, self.chunk)
         self._train: deque[Delivery] = deque()
         self._others: deque[Delivery] = deque()
         self._asked = (RecordDict(), Identity("", 0, 0))
@@ -104,7 +137,7 @@ class VectorEngine:
         chunk = [self._train.popleft() for _ in range(min(self.chunk, len(self._train)))]
         try:
             return [self._train_chunk(chunk)]
-        except (MemoryError, RuntimeError) as error:
+        except Exception as error:  # one by one, each client's failure becomes its own error reply
             if len(chunk) == 1 or "memory" not in str(error).lower():
                 return [run_client(self._client_app, delivery) for delivery in chunk]
             self.chunk = max(1, len(chunk) // 2)
@@ -122,21 +155,47 @@ class VectorEngine:
     def _train_chunk(self, chunk: list[Delivery]) -> UpdateStack:
         started = time.perf_counter()
         identities = [self._identity(delivery) for delivery in chunk]
-        self._handler.load(chunk[0].message.content)
+        received, _, clip_norm = self._handler.load(chunk[0].message.content)
         plans = [self._plan(identity) for identity in identities]
-        result = self._trainer.train(plans)
-        seconds = (time.perf_counter() - started) / len(chunk)
-        metrics = {name: values.numpy() for name, values in result.metrics.items()}
-        metrics["steps"] = np.array(result.steps, np.float64)
-        metrics["lr"] = np.array([plan.lr for plan in plans])
-        metrics["seconds"] = np.full(len(chunk), seconds)
+        result, clip_norms = self._trained(identities, plans, clip_norm)
+        arrays = {name: self._rows_of(name, result.parameters, len(chunk)) for name in self._handler.state}
+        metrics = {"steps": np.array(result.steps, np.float64), "lr": np.array([plan.lr for plan in plans])}
+        if self._privacy is not None:
+            weights = [wire.EQUAL_WEIGHT] * len(chunk)
+            if self._privacy.section.unit == "client":
+                del metrics["steps"]
+            arrays = self._released(received, arrays, clip_norm, clip_norms)
+        else:
+            weights = [len(plan.rows) for plan in plans]
+            metrics |= {name: values.numpy() for name, values in result.metrics.items()}
+            metrics["seconds"] = np.full(len(chunk), (time.perf_counter() - started) / len(chunk))
         return UpdateStack(
             message_ids=[delivery.message_id for delivery in chunk],
             identities=identities,
-            num_examples=[len(plan.rows) for plan in plans],
+            num_examples=weights,
             metrics=metrics,
-            arrays={name: self._rows_of(name, result.parameters, len(chunk)) for name in self._handler.state},
+            arrays=arrays,
         )
+
+    def _trained(
+        self, identities: list[Identity], plans: list[ClientPlan], clip_norm: float
+    ) -> tuple[StackResult, list[float]]:
+        if isinstance(self._trainer, StackTrainer):
+            return self._trainer.train(plans), []
+        return self._trainer.train(plans, self._randomness(identities), clip_norm)
+
+    def _released(self, received: Arrays, arrays: Arrays, clip_norm: float, clip_norms: list[float]) -> Arrays:
+        """What private clients send: see `Handler._released`, which does this for one of them."""
+        assert self._privacy is not None
+        marks = np.array(clip_norms, np.float32)
+        if self._privacy.section.unit == "client":
+            rows = [
+                {name: array[row] for name, array in arrays.items()} for row in range(len(arrays[next(iter(arrays))]))
+            ]
+            clipped = [clip_update(received, row, clip_norm) for row in rows]
+            arrays = {name: np.stack([sent[name] for sent, _ in clipped]) for name in arrays}
+            marks = np.array([float(below) for _, below in clipped], np.float32)
+        return arrays | ({wire.CLIP_NORM: marks} if self._privacy.section.adaptive is not None else {})
 
     def _rows_of(self, name: str, parameters: dict[str, torch.Tensor], count: int) -> np.ndarray:
         """The trained rows of a parameter; a buffer travels back as it came."""

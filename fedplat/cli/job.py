@@ -62,10 +62,24 @@ def schema(
 def run_config(job_file: JobFile = None, overrides: Overrides = None) -> None:
     """Print a job as a Flower run config: one declared key that holds the whole job as canonical JSON.
 
+    A private job's noise is solved here and written into it: sites don't solve, they are told what they agree to.
+
     Example: `fedplat job run-config job.toml > run.toml && flwr run . --run-config run.toml`
     """
     import tomli_w
 
     from fedplat.wire import JOB_KEY
 
-    typer.echo(tomli_w.dumps({JOB_KEY: load_job(job_file, overrides or []).canonical()}), nl=False)
+    job = _with_noise(load_job(job_file, overrides or []))
+    typer.echo(tomli_w.dumps({JOB_KEY: job.canonical()}), nl=False)
+
+
+def _with_noise(job: Job) -> Job:
+    if job.privacy is None:
+        return job
+    from privacy.plan import plan_privacy
+
+    plan = plan_privacy(job)
+    assert plan is not None
+    pinned = plan.section.model_copy(update={"noise_multiplier": plan.noise_multiplier})
+    return job.model_copy(update={"privacy": pinned})

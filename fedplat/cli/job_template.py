@@ -7,17 +7,25 @@ import tomli_w
 from pydantic import BaseModel
 
 from fedplat.job import Job
+from fedplat.privacy_section import PrivacySection
 
 HEADER = """\
 # A fedplat job. Keys that are commented out have no value by default.
 #   fedplat job check THIS-FILE     check it
 #   fedplat simulate THIS-FILE      run it on virtual clients
 """
+EXAMPLE_PRIVACY = PrivacySection(unit="sample", epsilon=4.0)
 
 
 def commented_toml(job: Job) -> str:
-    sections = [_section(name, getattr(job, name)) for name in Job.model_fields]
-    return HEADER + "".join(sections)
+    sections = [_section(name, getattr(job, name)) for name in Job.model_fields if getattr(job, name) is not None]
+    absent = "" if job.privacy is not None else _commented_out(_section("privacy", EXAMPLE_PRIVACY))
+    return HEADER + "".join(sections) + absent
+
+
+def _commented_out(section: str) -> str:
+    """A section that the job doesn't have, one `#` away from being there."""
+    return "\n".join(f"#{line}" if line else "" for line in section.splitlines()) + "\n"
 
 
 def _section(path: str, model: BaseModel) -> str:

@@ -8,6 +8,7 @@ from fedplat.job import Job
 from fedplat.model import file_sha256, read_arrays
 from fedplat.task import load_examples, rehearse
 from server_app.strategies import build_strategy, require_dtypes
+from simulations.private_job import with_privacy_pinned
 
 
 def prepare(job: Job) -> Job:
@@ -16,6 +17,7 @@ def prepare(job: Job) -> Job:
         pinned = job.task.model_copy(update={"init_sha256": file_sha256(Path(job.task.init_from))})
         job = job.model_copy(update={"task": pinned})
     build_strategy(job)
+    job = with_privacy_pinned(job)
     handler = handler_for(job.canonical())  # stays warm for the run
     require_dtypes(job, {name: str(array.dtype) for name, array in read_arrays(handler.state).items()})
     measured = rehearse(handler.task, job.task.name, handler.data.examples)

@@ -3,7 +3,16 @@
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from fedplat.events import ClientFailed, ClientTrained, Evaluated, Event, Resumed, RoundFinished, RoundStarted
+from fedplat.events import (
+    ClientFailed,
+    ClientTrained,
+    Evaluated,
+    Event,
+    PrivacySpent,
+    Resumed,
+    RoundFinished,
+    RoundStarted,
+)
 from fedplat.job import Job
 
 if TYPE_CHECKING:
@@ -18,7 +27,7 @@ class LiveProgress:
 
         self._per_round = job.cohort.cohort_size
         self._metric, self._where = job.evaluation.metric, measured_where(job)
-        self._done = 0
+        self._spent = ""
         self._progress = Progress(
             TextColumn("[bold]round {task.fields[round]}/" + str(job.job.rounds)),
             BarColumn(bar_width=28),
@@ -44,8 +53,10 @@ class LiveProgress:
                 self._progress.advance(self._task)
             case RoundFinished() | Resumed():
                 self._progress.update(self._task, completed=event.round * self._per_round, round=event.round)
+            case PrivacySpent():
+                self._spent = f"  ε {event.epsilon:.2f}"
             case Evaluated() if event.where == self._where:
-                self._progress.update(self._task, scores=score_line(event, self._metric))
+                self._progress.update(self._task, scores=score_line(event, self._metric) + self._spent)
             case _:
                 pass
 
@@ -56,6 +67,7 @@ class PlainProgress:
     def __init__(self, job: Job, console: "Console") -> None:
         self._job, self._console, self._where = job, console, measured_where(job)
         self._every = max(1, job.job.rounds // 10)
+        self._spent = ""
 
     def __enter__(self) -> Self:
         return self
@@ -64,9 +76,11 @@ class PlainProgress:
         pass
 
     def __call__(self, event: Event) -> None:
+        if isinstance(event, PrivacySpent):
+            self._spent = f"  ε {event.epsilon:.2f}"
         if isinstance(event, Evaluated) and event.where == self._where and event.round % self._every == 0:
             scores = score_line(event, self._job.evaluation.metric)
-            self._console.print(f"round {event.round}/{self._job.job.rounds}  {scores}", highlight=False)
+            self._console.print(f"round {event.round}/{self._job.job.rounds}  {scores}{self._spent}", highlight=False)
 
 
 def measured_where(job: Job) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from fedplat import __version__
-from fedplat.cli import data, job, runs, simulate, sweep
+from fedplat.cli import budget, data, job, privacy, runs, simulate, sweep
 
 app = typer.Typer(
     name="fedplat",
@@ -22,6 +22,8 @@ app.command("sweep")(sweep.sweep)
 app.add_typer(job.app, name="job")
 app.add_typer(data.app, name="data")
 app.add_typer(runs.app, name="runs")
+app.add_typer(privacy.app, name="privacy")
+app.command("budget")(budget.budget)
 
 
 def _version(wanted: bool) -> None:

@@ -100,6 +100,12 @@ def _run(folder: Path, spec: "SweepSpec", points: "tuple[Point, ...]", console: 
     open_sweep(folder, spec, points)
     settings = len({point.setting for point in points})
     console.print(f"[bold]sweep[/]  {settings} settings × {spec.seeds} seeds → {folder}", highlight=False)
+    if any(point.job.privacy is not None for point in points):
+        console.print(
+            f"[bold]privacy[/]  each run's ε is for that run alone: choosing among {len(points)} costs more, up to all "
+            "their releases together",
+            highlight=False,
+        )
     progress = (LiveSweep if console.is_terminal and not console.quiet else PlainSweep)(len(points), console)
     try:
         with terminate_like_interrupt(), progress:

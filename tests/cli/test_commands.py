@@ -8,6 +8,7 @@ import pytest
 
 from fedplat.events import EVENT
 from fedplat.job import Job, load_job
+from privacy.plan import plan_privacy
 from tests.cli.conftest import FAST
 
 JSON_KEYS = {
@@ -84,6 +85,20 @@ def test_job_run_config_carries_the_job_in_one_declared_key(fedplat):
     assert Job.from_canonical(config["job"]) == load_job(None, ["cohort.fraction=0.3"])
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert declared["tool"]["flwr"]["app"]["config"] == {"job": ""}
+
+
+def test_job_run_config_solves_a_private_jobs_noise(fedplat):
+    import tomllib
+
+    private = ["privacy.unit=sample", "privacy.epsilon=4.0", "privacy.sample_rate=0.1", "local.steps=2", "job.rounds=3"]
+    arguments = [word for setting in private for word in ("--set", setting)]
+    job = Job.from_canonical(tomllib.loads(fedplat("job", "run-config", *arguments).out)["job"])
+    asked = load_job(None, private)
+    assert job.privacy.noise_multiplier == plan_privacy(asked).noise_multiplier == plan_privacy(job).noise_multiplier
+    assert job.model_copy(update={"privacy": None}) == asked.model_copy(update={"privacy": None})
+    assert 3.9 < plan_privacy(job).epsilon() <= 4.0
+    refused = fedplat("job", "run-config", *arguments, "--set", "privacy.sample_rate=")
+    assert refused.code == 2 and "privacy.sample_rate is missing" in refused.err and refused.out == ""
 
 
 def test_data_show_draws_a_picture(fedplat):

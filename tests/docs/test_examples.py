@@ -28,7 +28,7 @@ def test_every_scenario_runs(path, simulated):
     if load_job(path).task.name == "mnist":
         if not (SHARED / "data/mnist").is_dir():
             pytest.skip("MNIST files are not on this machine")
-        overrides += [f"data.dir={SHARED / 'data/mnist'}", "cohort.size=2"]
+        overrides += [f"data.dir={SHARED / 'data/mnist'}", f"cohort.size={min(2, load_job(path).cohort.clients)}"]
     run = simulated(load_job(path, overrides))
     assert summarise(run).status == "finished"
 

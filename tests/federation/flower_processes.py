@@ -71,8 +71,8 @@ def write_node_key(path: Path) -> None:
 class FlowerFederation:
     """Start it, run an app on it, and end every process that it started."""
 
-    def __init__(self, folder: Path, nodes: int) -> None:
-        self._folder, self._nodes = folder, nodes
+    def __init__(self, folder: Path, nodes: int, node_environments: tuple[dict[str, str], ...] = ()) -> None:
+        self._folder, self._nodes, self._node_environments = folder, nodes, node_environments
         self._port = free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
         home = folder / "home"
@@ -95,7 +95,8 @@ class FlowerFederation:
             self.flwr("supernode", "register", f"node{number}.pub", "here")
             self._start(f"node{number}", "flower-supernode", "--root-certificates", "ca.crt",
                         "--superlink", f"127.0.0.1:{self._port}", "--auth-supernode-private-key", f"node{number}",
-                        "--port", str(free_port()), "--node-config", f"partition-id={number}")  # fmt: skip
+                        "--port", str(free_port()), "--node-config", f"partition-id={number}",
+                        own=self._node_environments[number] if self._node_environments else {})  # fmt: skip
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -119,10 +120,12 @@ class FlowerFederation:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def _start(self, name: str, *command: str) -> None:
+    def _start(self, name: str, *command: str, own: dict[str, str] | None = None) -> None:
         with (self._folder / f"{name}.log").open("wb") as log:
             self._processes.append(
-                subprocess.Popen(command, cwd=self._folder, env=self.environment, stdout=log, stderr=log)
+                subprocess.Popen(
+                    command, cwd=self._folder, env={**self.environment, **(own or {})}, stdout=log, stderr=log
+                )
             )
 
     def _wait_for_port(self, deadline_s: float = 30) -> None:

@@ -1,6 +1,5 @@
 """The Flower app is valid, and the same job gives the same bits in a simulation and on real Flower over TLS."""
 
-import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -9,24 +8,8 @@ import pytest
 
 from fedplat.events import Evaluated, read_events
 from fedplat.rundir import list_runs
+from tests.federation.conftest import PARTS
 from tests.federation.flower_processes import FlowerFederation
-
-REPOSITORY = Path(__file__).parents[2]
-PARTS = ("pyproject.toml", "README.md", "LICENSE", "fedplat", "server_app", "client_app", "privacy", "simulations")
-
-
-@pytest.fixture
-def app(tmp_path: Path) -> Path:
-    """A copy of what a Flower user would have, without tests, virtual environment and runs."""
-    folder = tmp_path / "app"
-    folder.mkdir()
-    for part in PARTS:
-        source = REPOSITORY / part
-        if source.is_dir():
-            shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, folder / part)
-    return folder
 
 
 def test_flwr_build_makes_an_archive_of_the_five_rooms(app: Path, tmp_path: Path):

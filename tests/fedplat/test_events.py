@@ -19,6 +19,7 @@ from fedplat.events import (
     Event,
     EventLog,
     Interrupted,
+    PrivacySpent,
     Resumed,
     RoundFinished,
     RoundStarted,
@@ -57,6 +58,12 @@ EVENTS: dict[type, st.SearchStrategy[Any]] = {
     ),
     ClientEvaluated: st.builds(
         ClientEvaluated, time=finite, round=rounds, client=text, num_examples=counts, metrics=metrics
+    ),
+    PrivacySpent: st.builds(
+        PrivacySpent, time=finite, round=rounds, unit=st.sampled_from(["sample", "client"]),
+        relation=st.sampled_from(["add-remove", "zero-out", "replace-one"]), epsilon=finite, delta=finite,
+        accountant=st.sampled_from(["pld", "rdp", "prv"]), releases=counts, trusts_server=st.booleans(),
+        insecure_noise=st.booleans(),
     ),
     Checkpointed: st.builds(Checkpointed, time=finite, round=rounds),
     Resumed: st.builds(Resumed, time=finite, round=rounds),

@@ -117,5 +117,5 @@ def test_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_lists_the_valid_ones(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"task\.args\.model must be one of 2nn, cnn \(got 'resnet'\)"):
+    with pytest.raises(UsageError, match=r"task\.args\.model must be one of 2nn, cnn, dpcnn \(got 'resnet'\)"):
         Mnist(tmp_path, model="resnet")  # type: ignore[arg-type]

@@ -46,6 +46,19 @@ def test_run_that_exists_is_never_touched(root: Path) -> None:
     assert run.job() == default_job()
 
 
+def test_run_of_a_private_job_is_for_its_owner_only(root: Path) -> None:
+    """Checkpoints of banded noise hold noise that can be taken off the model, and the log names secret cohorts."""
+    private = validate_job({"privacy": {"unit": "client", "noise_multiplier": 1.0}}, "test")
+    before = os.umask(0o022)
+    try:
+        secret, public = RunDirectory.create(root / "secret", private), make(root, "public")
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (secret.path, secret.checkpoints)] == [0o700, 0o700]
+    assert [path.stat().st_mode & 0o777 for path in (public.path, public.checkpoints)] == [0o755, 0o755]
+    assert root.stat().st_mode & 0o777 == 0o755
+
+
 def test_run_that_can_not_be_created_is_a_usage_error(root: Path) -> None:
     root.parent.joinpath("file").write_text("x")
     with pytest.raises(UsageError, match="can't be created"):

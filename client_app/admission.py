@@ -1,0 +1,123 @@
+"""A site's door: which jobs it serves, decided by its own file before any of a job's code or data is touched.
+
+At a site ($FEDPLAT_SITE) a job runs on a dataset that the site listed for its task, reads the files that the site
+names, and is private unless the site says otherwise. A private job comes with its noise: a site checks and charges, it
+never solves. Refusals here depend on the job and the site's file only, so they are told to the server in full; what
+goes wrong while a private job's data and model are loaded may quote data, and stays in the site's own log.
+
+Virtual clients pass: their job was checked, and its spends are in the simulation's ledger. Without a site file other
+jobs pass too (plain Flower), private ones don't.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedplat.errors import JobError, UsageError
+from fedplat.job import Job
+from fedplat.privacy_section import PrivacySection
+from fedplat.wire import Identity
+from privacy.site_budgets import account_for, dataset_for, site_from_environment
+
+if TYPE_CHECKING:
+    from privacy.site_budgets import Site
+
+logger = logging.getLogger(__name__)
+DATA = "FEDPLAT_DATA"
+
+
+@contextmanager
+def admitted(job: Job, identity: Identity) -> Iterator[None]:
+    """Run a block that loads a job's task, data and model at a site, if the site agrees to the job."""
+    site = site_from_environment() if job.privacy is None else required_site()
+    if site is None:
+        yield
+        return
+    folder = _agreed_folder(site, job)
+    if job.privacy is None:
+        with _data_from(folder):
+            yield
+        return
+    require_agreement(site, job, job.privacy, identity)
+    with _data_from(folder), _silent_loading():
+        yield
+
+
+def required_site() -> "Site":
+    """The site whose budget a private job spends."""
+    site = site_from_environment()
+    if site is None:
+        raise UsageError(
+            "a private job spends this site's own budget, and $FEDPLAT_SITE names no site file. Make one with: "
+            "fedplat budget --init"
+        )
+    return site
+
+
+def require_agreement(site: "Site", job: Job, section: PrivacySection, identity: Identity) -> None:
+    """What a private job must be for this site to charge it. Nothing is computed to find out."""
+    account_for(site, job.task.name, section.unit, section.relation)
+    if section.insecure_noise:
+        raise UsageError(
+            "privacy.insecure_noise: who sent this job can predict its noise and subtract it. That is for simulations; "
+            "a site refuses it"
+        )
+    if section.noise_multiplier is None:
+        raise UsageError(
+            "privacy.noise_multiplier is missing: a site does not solve for it. Send the job that "
+            "`fedplat job run-config` prints, its noise is written out"
+        )
+    if not 1 <= identity.round <= job.job.rounds:
+        raise UsageError(
+            f"round {identity.round} is none of this job's rounds, 1 to {job.job.rounds}: its charge covers no other"
+        )
+
+
+def _agreed_folder(site: "Site", job: Job) -> Path | None:
+    """The directory that the site gives this job's task, None for the node's own $FEDPLAT_DATA."""
+    name = dataset_for(site, job.task.name)
+    dataset = site.datasets[name]
+    if job.privacy is None and not dataset.allow_non_private:
+        raise UsageError(
+            f"site '{site.name}' serves the task '{job.task.name}' only to private jobs. Add [privacy] to the job. "
+            f"Only the site can allow others, by allow_non_private = true under [datasets.{name}] in its own file"
+        )
+    if job.data.dir is not None:
+        raise UsageError(
+            f"data.dir = '{job.data.dir}': a job does not choose which files a site reads. Leave it out: the site's "
+            f"own $FEDPLAT_DATA or `dir` under [datasets.{name}] in its file decides"
+        )
+    if job.task.init_from is not None and job.task.init_sha256 is None:
+        raise UsageError(
+            "task.init_from without task.init_sha256: a site opens a file that a job names only if the job says what "
+            "is in it. Give its SHA-256"
+        )
+    return None if dataset.dir is None else site.path.parent / dataset.dir
+
+
+@contextmanager
+def _data_from(folder: Path | None) -> Iterator[None]:
+    """Let tasks read from this directory. $FEDPLAT_DATA is where `fedplat.tasks.data_dir` looks when a job names none,
+    and the job itself can't be changed: its digest is its identity."""
+    before = os.environ.get(DATA)
+    if folder is not None:
+        os.environ[DATA] = str(folder)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[DATA] = before
+        elif folder is not None:
+            os.environ.pop(DATA, None)
+
+
+@contextmanager
+def _silent_loading() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        logger.exception("a private job could not be loaded")
+        raise JobError("this site could not load the private job: the reason is in its own log") from None
