@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: demo test lint fast bench bench-simulation bench-mcmahan clean help
+.PHONY: demo test lint fast bench bench-simulation bench-privacy bench-mcmahan clean help
 
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -30,6 +30,9 @@ bench: $(READY)  ## speed and memory of the foundation, beside the limit
 
 bench-simulation: $(READY)  ## our engines beside Flower + Ray, pfl and a bare PyTorch loop
 	$(BIN)/python -m benchmarks.simulation
+
+bench-privacy: $(READY)  ## private training beside Opacus: make bench-privacy DATA=PATH/TO/MNIST
+	$(BIN)/python -m benchmarks.privacy $(if $(DATA),--data $(DATA))
 
 bench-mcmahan: $(READY)  ## rounds to 97 % on MNIST beside the FedAvg paper: make bench-mcmahan DATA=PATH/TO/MNIST
 	$(BIN)/python -m benchmarks.mcmahan --data $(DATA)
