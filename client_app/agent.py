@@ -55,17 +55,17 @@ class Agent:
     def __init__(self, kit: "SiteKit") -> None:
         self._kit, self._site = kit, load_site(kit.site_file)
         os.environ[ENVIRONMENT] = str(kit.site_file)  # the door and the ledger of this process
-        self._state = kit.state
+        self._state = kit.state_folder
         self._state.mkdir(mode=0o700, exist_ok=True)
         self._lock = _lock(self._state / "agent.lock")
-        self._roster = RosterFile(kit.roster_file, kit.authority)
+        self._roster = RosterFile(kit.roster, kit.authority)
         self._audit = AuditLog(self._state / "audit.jsonl")
         self._replies = ReplyStore(self._state / "replies")
         self._memory = SiteMemory(self._state / "memory")
-        self._statements = Statements(self._site, SigningKey.load(kit.identity_key), self._state / "heads.json")
+        self._statements = Statements(self._site, SigningKey.load(kit.identity), self._state / "heads.json")
         self._task_file = self._state / "task.json"
         self._handlers: dict[str, Handler] = {}
-        self._api = RuntimeApi(kit.node_address, kit.local_certificate.read_bytes(), kit.executor_secret.read_bytes())
+        self._api = RuntimeApi(f"127.0.0.1:{kit.node_port}", kit.local_certificate.read_bytes(), kit.superexec_secret.read_bytes())
         if kit.name != self._site.name:
             raise UsageError(f"{kit.site_file}: is the file of site '{self._site.name}', this kit is of '{kit.name}'")
 

@@ -73,12 +73,12 @@ class Executor:
 
     def __init__(self, kit: "ServerKit") -> None:
         self._kit = kit
-        self._roster = RosterFile(kit.roster_file, kit.authority)
-        self._statements = StatementStore(kit.state / "statements.json", self._roster)
+        self._roster = RosterFile(kit.roster, kit.authority)
+        self._statements = StatementStore(kit.data_folder / "statements.json", self._roster)
         local = kit.local_certificate
-        self._api = RuntimeApi(kit.superlink_address, local.read_bytes(), kit.executor_secret.read_bytes())
+        self._api = RuntimeApi(kit.superlink_address, local.read_bytes(), kit.superexec_secret.read_bytes())
         self._control = Control(kit.superlink_address, ssl.create_default_context(cafile=str(local)))
-        self._file = kit.state / "run.json"
+        self._file = kit.data_folder / "run.json"
         self._registered = 0
 
     def run(self) -> None:
@@ -191,10 +191,10 @@ class Executor:
         """The run's directory, and whether it was begun before."""
         named = current.directory or current.action.removeprefix(RESUME)
         if not named:
-            return RunDirectory.create(new_run_path(job, self._kit.runs), job), False
+            return RunDirectory.create(new_run_path(job, self._kit.runs_folder), job), False
         if not RUN_ID.match(named):
             raise UsageError("this names no run of the server")
-        run = RunDirectory.open(self._kit.runs / named)
+        run = RunDirectory.open(self._kit.runs_folder / named)
         if run.job().digest != job.digest:
             raise UsageError(f"{named}: is a run of another job")
         return run, run.events_file.exists()

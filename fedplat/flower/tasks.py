@@ -11,7 +11,6 @@ down lets a restarted process go on where it was killed.
 import base64
 import contextlib
 import json
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -327,13 +326,3 @@ def _while_running() -> Iterator[None]:
         if error.response.status_code in GONE:
             raise RunStopped from None
         raise
-
-
-def quiet_environment() -> dict[str, str]:
-    """The environment of Flower's own processes: no telemetry, no update checks, no installs at run time."""
-    return {
-        **os.environ,
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    }

@@ -1,0 +1,99 @@
+"""What runs at the server: the SuperLink on loopback, nginx in front of it, and the executor.
+
+The SuperLink lets whoever reaches it do everything, so nobody does: it listens on 127.0.0.1 only. The front demands a
+certificate of this consortium and lets each role reach just its own paths.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedplat.consortium.front import render_front
+from fedplat.consortium.identity import write_secret
+from fedplat.consortium.local_tls import LocalTls
+from fedplat.errors import UsageError
+from fedplat.files import write_file
+from fedplat.flower.environment import flower_command, quiet_environment
+from fedplat.supervisor import Program, Supervisor
+
+if TYPE_CHECKING:
+    from fedplat.consortium.kit_files import ServerKit
+
+logger = logging.getLogger(__name__)
+FRONT = "front"
+
+
+def server_programs(kit: "ServerKit") -> list[Program]:
+    """Prepare the state directory, and say what to start."""
+    state = kit.data_folder
+    for folder in (state, state / "logs", state / "front", kit.runs_folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    local = LocalTls.create(state)
+    if not kit.superexec_secret.exists():
+        write_secret(kit.superexec_secret, secrets.token_bytes(32))
+    logs = state / "logs"
+    return [
+        Program("superlink", _superlink(kit, local), logs / "superlink.log", quiet_environment(state), folder=state),
+        Program(FRONT, [nginx(), "-c", str(write_front(kit)), "-e", str(logs / "front.log")], logs / "front.log"),
+        Program("executor", [sys.executable, "-m", "fedplat", "server", "executor", str(kit.folder)],
+                logs / "executor.log", folder=state),
+    ]  # fmt: skip
+
+
+def nginx() -> str:
+    found = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+    if found is None:
+        raise UsageError("nginx is not installed; it is the server's front. Do: apt-get install nginx-light")
+    return found
+
+
+def write_front(kit: "ServerKit") -> Path:
+    """nginx.conf from the kit and its access list."""
+    path = kit.data_folder / "front" / "nginx.conf"
+    write_file(path, render_front(kit).encode(), mode=0o600)
+    return path
+
+
+def _superlink(kit: "ServerKit", local: LocalTls) -> list[str]:
+    return [
+        *flower_command("flower-superlink"),
+        "--ssl-ca-certfile", str(local.certificate),
+        "--ssl-certfile", str(local.certificate),
+        "--ssl-keyfile", str(local.key),
+        "--enable-supernode-auth",
+        "--isolation", "process",
+        "--host", "127.0.0.1", "--port", str(kit.superlink_port),
+        "--database", str(kit.data_folder / "superlink.sqlite"),
+        "--superexec-auth-secret-file", str(kit.superexec_secret),
+        "--disable-runtime-dependency-installation",
+    ]  # fmt: skip
+
+
+class AccessWatch:
+    """Lets the front follow the access list: a revoked certificate is refused from the next connection on."""
+
+    def __init__(self, kit: "ServerKit", supervisor: Supervisor) -> None:
+        self._kit, self._supervisor = kit, supervisor
+        self._seen = self._stamp()
+
+    def __call__(self) -> bool:
+        if self._stamp() != self._seen:
+            self._seen = self._stamp()
+            try:
+                write_front(self._kit)
+            except UsageError as error:
+                logger.error("the access list can't be used, the old one stays in force: %s", error)
+            else:
+                self._supervisor.signal(FRONT, signal.SIGHUP)
+        return True
+
+    def _stamp(self) -> int:
+        try:
+            return os.stat(self._kit.access).st_mtime_ns
+        except OSError:
+            return 0
