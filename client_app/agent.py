@@ -65,7 +65,9 @@ class Agent:
         self._statements = Statements(self._site, SigningKey.load(kit.identity), self._state / "heads.json")
         self._task_file = self._state / "task.json"
         self._handlers: dict[str, Handler] = {}
-        self._api = RuntimeApi(f"127.0.0.1:{kit.node_port}", kit.local_certificate.read_bytes(), kit.superexec_secret.read_bytes())
+        self._api = RuntimeApi(
+            f"127.0.0.1:{kit.node_port}", kit.local_certificate.read_bytes(), kit.superexec_secret.read_bytes()
+        )
         if kit.name != self._site.name:
             raise UsageError(f"{kit.site_file}: is the file of site '{self._site.name}', this kit is of '{kit.name}'")
 

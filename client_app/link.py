@@ -50,7 +50,9 @@ class Link:
                 break
             busy = time.monotonic() - self._last_message < BUSY_FOR_S
             await asyncio.sleep(BUSY_POLL_S if busy else IDLE_POLL_S)
-        kept = {name: value for name, value in answer.headers.items() if name not in _HOP | {"content-encoding", "date"}}
+        kept = {
+            name: value for name, value in answer.headers.items() if name not in _HOP | {"content-encoding", "date"}
+        }
         return Response(answer.content, answer.status_code, kept)
 
     def app(self) -> Starlette:

@@ -75,9 +75,8 @@ class Executor:
         self._kit = kit
         self._roster = RosterFile(kit.roster, kit.authority)
         self._statements = StatementStore(kit.data_folder / "statements.json", self._roster)
-        local = kit.local_certificate
-        self._api = RuntimeApi(kit.superlink_address, local.read_bytes(), kit.superexec_secret.read_bytes())
-        self._control = Control(kit.superlink_address, ssl.create_default_context(cafile=str(local)))
+        self._api = RuntimeApi(kit.superlink_address, kit.ca.read_bytes(), kit.superexec_secret.read_bytes())
+        self._control = Control(kit.superlink_address, ssl.create_default_context(cafile=str(kit.ca)))
         self._file = kit.data_folder / "run.json"
         self._registered = 0
 
@@ -205,7 +204,7 @@ class Executor:
         nodes = {node.node_id: site_of[node.name] for node in grid.get_nodes()}
         exchange = Exchange(grid, CONSIDER_DEADLINE_S)
         exchange.send([Message(RecordDict(), dst_node_id=node, message_type="query.consider") for node in nodes])
-        answers = {site: "not connected" for site in job.cohort.sites} | {s: "no answer" for s in nodes.values()}
+        answers = dict.fromkeys(job.cohort.sites, "not connected") | dict.fromkeys(nodes.values(), "no answer")
         for request, reply in exchange.replies():
             if request is not None:
                 answers[nodes[request.metadata.dst_node_id]] = reply.error.reason if reply.has_error() else "accepts"

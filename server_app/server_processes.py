@@ -10,14 +10,11 @@ import secrets
 import shutil
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedplat.consortium.front import render_front
+from fedplat.consortium.front import front_command, write_front
 from fedplat.consortium.identity import write_secret
-from fedplat.consortium.local_tls import LocalTls
 from fedplat.errors import UsageError
-from fedplat.files import write_file
 from fedplat.flower.environment import flower_command, quiet_environment
 from fedplat.supervisor import Program, Supervisor
 
@@ -26,45 +23,39 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FRONT = "front"
+SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
+"""nginx is where users don't look by default."""
 
 
 def server_programs(kit: "ServerKit") -> list[Program]:
     """Prepare the state directory, and say what to start."""
     state = kit.data_folder
-    for folder in (state, state / "logs", state / "front", kit.runs_folder):
+    for folder in (state, state / "logs", kit.runs_folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    local = LocalTls.create(state)
+    _require_nginx()
+    write_front(kit)
     if not kit.superexec_secret.exists():
         write_secret(kit.superexec_secret, secrets.token_bytes(32))
     logs = state / "logs"
     return [
-        Program("superlink", _superlink(kit, local), logs / "superlink.log", quiet_environment(state), folder=state),
-        Program(FRONT, [nginx(), "-c", str(write_front(kit)), "-e", str(logs / "front.log")], logs / "front.log"),
+        Program("superlink", _superlink(kit), logs / "superlink.log", quiet_environment(state), folder=state),
+        Program(FRONT, front_command(kit), logs / "front.log", {"PATH": SEARCH}),
         Program("executor", [sys.executable, "-m", "fedplat", "server", "executor", str(kit.folder)],
                 logs / "executor.log", folder=state),
     ]  # fmt: skip
 
 
-def nginx() -> str:
-    found = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
-    if found is None:
+def _require_nginx() -> None:
+    if shutil.which("nginx", path=SEARCH) is None:
         raise UsageError("nginx is not installed; it is the server's front. Do: apt-get install nginx-light")
-    return found
 
 
-def write_front(kit: "ServerKit") -> Path:
-    """nginx.conf from the kit and its access list."""
-    path = kit.data_folder / "front" / "nginx.conf"
-    write_file(path, render_front(kit).encode(), mode=0o600)
-    return path
-
-
-def _superlink(kit: "ServerKit", local: LocalTls) -> list[str]:
+def _superlink(kit: "ServerKit") -> list[str]:
     return [
         *flower_command("flower-superlink"),
-        "--ssl-ca-certfile", str(local.certificate),
-        "--ssl-certfile", str(local.certificate),
-        "--ssl-keyfile", str(local.key),
+        "--ssl-ca-certfile", str(kit.ca),
+        "--ssl-certfile", str(kit.certificate),
+        "--ssl-keyfile", str(kit.key),
         "--enable-supernode-auth",
         "--isolation", "process",
         "--host", "127.0.0.1", "--port", str(kit.superlink_port),

@@ -23,14 +23,16 @@ KitOption = Annotated[
 ]
 SubmittedJob = Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job, as it was simulated.")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run id as `fedplat status` shows it, or 'latest'.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Ask every site whether it would accept the job; train nothing.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Ask every site whether it would accept the job; train nothing.")
+]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")]
 
 
 def submit(
     job_file: SubmittedJob,
     overrides: Overrides = None,
-    kit: KitOption = Path("."),
+    kit: KitOption = Path(),
     dry_run: DryRun = False,
     follow: Follow = False,
     json_output: Json = False,
@@ -69,7 +71,9 @@ def submit(
         typer.echo(json.dumps({"run": str(run_id), "job": job.digest, "sites": list(job.cohort.sites)}))
 
 
-def status(run: Annotated[str, typer.Argument(metavar="[RUN]")] = "", kit: KitOption = Path("."), json_output: Json = False) -> None:
+def status(
+    run: Annotated[str, typer.Argument(metavar="[RUN]")] = "", kit: KitOption = Path(), json_output: Json = False
+) -> None:
     """Show the server's runs, newest last.
 
     Examples:
@@ -88,7 +92,7 @@ def status(run: Annotated[str, typer.Argument(metavar="[RUN]")] = "", kit: KitOp
     console_for(False, False).print(status_table(rows))
 
 
-def logs(run: RunId = "latest", follow: Follow = False, kit: KitOption = Path(".")) -> None:
+def logs(run: RunId = "latest", follow: Follow = False, kit: KitOption = Path()) -> None:
     """Print a run's log.
 
     Examples:
@@ -102,7 +106,7 @@ def logs(run: RunId = "latest", follow: Follow = False, kit: KitOption = Path(".
         print_logs(control, _find(control, run), follow)
 
 
-def stop(run: RunId, kit: KitOption = Path("."), json_output: Json = False) -> None:
+def stop(run: RunId, kit: KitOption = Path(), json_output: Json = False) -> None:
     """Stop a run. What was committed stays; `fedplat resume RUN --kit KIT` goes on with it.
 
     Examples:
@@ -135,7 +139,7 @@ def resume_submitted(run: str, kit: Path, console: "Console") -> int:
     return run_id
 
 
-def sites(kit: KitOption = Path("."), json_output: Json = False) -> None:
+def sites(kit: KitOption = Path(), json_output: Json = False) -> None:
     """Show who is connected, and what is left of budgets where sites show it.
 
     Examples:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from fedplat import __version__
-from fedplat.cli import budget, data, job, privacy, runs, simulate, sweep
+from fedplat.cli import budget, data, federation, job, operator, privacy, runs, server, simulate, site_service, sweep
 
 app = typer.Typer(
     name="fedplat",
@@ -24,6 +24,19 @@ app.add_typer(data.app, name="data")
 app.add_typer(runs.app, name="runs")
 app.add_typer(privacy.app, name="privacy")
 app.command("budget")(budget.budget)
+site = typer.Typer(no_args_is_help=True, help="Run a site of a consortium.", rich_markup_mode="markdown")
+site.command("start")(site_service.start)
+site.command("audit")(site_service.audit)
+site.command("agent", hidden=True)(site_service.agent)
+site.command("link", hidden=True)(site_service.link)
+app.add_typer(site, name="site")
+app.add_typer(server.app, name="server")
+app.command("submit")(operator.submit)
+app.command("status")(operator.status)
+app.command("logs")(operator.logs)
+app.command("stop")(operator.stop)
+app.command("sites")(operator.sites)
+app.add_typer(federation.app, name="federation")
 
 
 def _version(wanted: bool) -> None:

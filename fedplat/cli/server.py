@@ -13,7 +13,7 @@ Kit = Annotated[Path, typer.Argument(metavar="[KIT]", help="The server's kit, fr
 
 
 @app.command()
-def start(kit: Kit = Path("."), verbose: Verbose = False) -> None:
+def start(kit: Kit = Path(), verbose: Verbose = False) -> None:
     """Start SuperLink, front and executor, and keep them running until Ctrl-C.
 
     Runs are kept in the kit's runs/ directory, like a simulation's. Logs of each process are in state/logs/.

@@ -85,7 +85,9 @@ def _sentence(event: Event) -> str:
     match event:
         case RoundFinished():
             text = f"round {event.round}: {event.accepted} updates in {event.seconds:.1f} s"
-            text += f", {event.failed} failed, {event.late} late, {event.refused} refused" * (event.failed + event.late > 0)
+            text += f", {event.failed} failed, {event.late} late, {event.refused} refused" * (
+                event.failed + event.late > 0
+            )
         case Evaluated():
             text = f"round {event.round}: " + ", ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
         case ClientFailed():
