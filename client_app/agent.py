@@ -65,15 +65,14 @@ class Agent:
         self._statements = Statements(self._site, SigningKey.load(kit.identity), self._state / "heads.json")
         self._task_file = self._state / "task.json"
         self._handlers: dict[str, Handler] = {}
-        self._api = RuntimeApi(
-            f"127.0.0.1:{kit.node_port}", kit.local_certificate.read_bytes(), kit.superexec_secret.read_bytes()
-        )
+        address, certificate = f"127.0.0.1:{kit.node_port}", kit.local_certificate.read_bytes()
+        self._api = RuntimeApi(address, certificate, kit.superexec_secret.read_bytes())
         if kit.name != self._site.name:
             raise UsageError(f"{kit.site_file}: is the file of site '{self._site.name}', this kit is of '{kit.name}'")
 
     def run(self) -> None:
         """Serve until the process is told to stop."""
-        self._audit.note("started", site=self._site.name, roster=self._roster.current.version)
+        self._audit.note("started", about={"site": self._site.name, "roster": self._roster.current.version})
         self._go_on()
         queue = TaskQueue(self._api, CLIENT_TASK)
         try:
@@ -109,16 +108,15 @@ class Agent:
 
     def _serve(self, task: ClientTask, assignment: Assignment) -> None:
         try:
-            message, reply = self._answer(task, assignment)
-            task.answer(assignment, reply)
+            task.answer(assignment, self._answer(task, assignment))
         except TaskLost as error:  # the SuperNode restarted, or the run was stopped: the server will ask again
             logger.warning("%s", error)
         except Exception:
             logger.exception("the reply could not be handed to the SuperNode")
         self._task_file.unlink(missing_ok=True)
 
-    def _answer(self, task: ClientTask, assignment: Assignment) -> tuple[Message, Message]:
-        """The message and its reply: an update, or a refusal in words."""
+    def _answer(self, task: ClientTask, assignment: Assignment) -> Message:
+        """The reply to a message: an update, or a refusal in words."""
         handler: Handler | None = None
         try:
             signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
@@ -135,15 +133,17 @@ class Agent:
             assert handler is not None
             content = self._respond(message, handler)
         except NotYet as reason:
-            return message, Message(self._with_statement(_again(str(reason))), reply_to=message)
+            return Message(self._with_statement(_again(str(reason))), reply_to=message)
         except FedplatError as error:
-            self._audit.note("refused", str(error)[:500], kind=message.metadata.message_type)
-            return message, error_reply(message, str(error))
+            self._audit.note("refused", str(error)[:500], {"kind": message.metadata.message_type})
+            return error_reply(message, str(error))
         except Exception:
             logger.exception("request failed")
-            self._audit.note("failed", "an error that is in the site's own log", kind=message.metadata.message_type)
-            return message, error_reply(message, "the site could not serve this request: the reason is in its own log")
-        return message, Message(self._with_statement(content), reply_to=message)
+            self._audit.note(
+                "failed", "an error that is in the site's own log", {"kind": message.metadata.message_type}
+            )
+            return error_reply(message, "the site could not serve this request: the reason is in its own log")
+        return Message(self._with_statement(content), reply_to=message)
 
     def _respond(self, message: Message, handler: Handler) -> RecordDict:
         kind = message.metadata.message_type
@@ -163,13 +163,18 @@ class Agent:
     def _release(
         self, handler: Handler, identity: Identity, digest: str, content: RecordDict, kind: Literal["train", "evaluate"]
     ) -> RecordDict:
-        about = {"job": identity.job, "round": identity.round, "attempt": identity.attempt, "kind": kind}
+        about: dict[str, str | int] = {
+            "job": identity.job,
+            "round": identity.round,
+            "attempt": identity.attempt,
+            "kind": kind,
+        }
         known = self._replies.begin(identity, kind, digest)
         if known is not None:
-            self._audit.note("repeated", "the same request, the same reply", **about)
+            self._audit.note("repeated", "the same request, the same reply", about)
             return known
         self._require_evaluations(handler, kind)
-        self._audit.note("admitted", **about)
+        self._audit.note("admitted", about=about)
         rows = handler.data.rows(identity.client)
         size = len(rows.train if kind == "train" else rows.holdout)
         with spending(handler.job, handler.plan, identity, None, kind, size, alone=True):
@@ -182,7 +187,7 @@ class Agent:
                 self._memory.save(handler.job, memory)
                 self._replies.write(identity, kind, reply)
         self._replies.settle(identity, kind)
-        self._audit.note("released", **about)
+        self._audit.note("released", about=about)
         return reply
 
     def _require_evaluations(self, handler: Handler, kind: str) -> None:

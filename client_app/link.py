@@ -1,8 +1,8 @@
 """The site's link to the server: takes the SuperNode's requests on loopback and carries them over mutual TLS.
 
 Flower's SuperNode can't present a client certificate, so it talks to this process, which can. It also turns the
-SuperNode's poll for messages (every three seconds, fixed in Flower) into a long poll: an empty answer is held back and the
-question asked again, so that a message is taken up at once.
+SuperNode's poll for messages (every three seconds, fixed in Flower) into a long poll: an empty answer is held back and
+the question asked again, so that a message is taken up at once.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ HOLD_S = 20.0
 BUSY_POLL_S, IDLE_POLL_S, BUSY_FOR_S = 0.1, 1.0, 60.0
 LARGEST_BODY = 16 << 20
 _HOP = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"})
+_NOT_BACK = _HOP | {"content-encoding", "date"}
 
 
 class Link:

@@ -207,7 +207,8 @@ class Executor:
         answers = dict.fromkeys(job.cohort.sites, "not connected") | dict.fromkeys(nodes.values(), "no answer")
         for request, reply in exchange.replies():
             if request is not None:
-                answers[nodes[request.metadata.dst_node_id]] = reply.error.reason if reply.has_error() else "accepts"
+                refusal = reply.error.reason or "refused" if reply.has_error() else None
+                answers[nodes[request.metadata.dst_node_id]] = refusal or "accepts"
         self._log(task, current, json.dumps({"considered": answers}))
 
     def _log(self, task: Task, current: Current, line: str) -> None:

@@ -85,6 +85,6 @@ class AccessWatch:
 
     def _stamp(self) -> int:
         try:
-            return os.stat(self._kit.access).st_mtime_ns
+            return self._kit.access.stat().st_mtime_ns
         except OSError:
             return 0

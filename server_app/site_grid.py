@@ -1,9 +1,9 @@
 """A Grid that wraps Flower's own for real sites: it keeps asking, and it carries what sites say of their ledgers.
 
 A message to a real site can be lost in more ways than Flower reports: a SuperNode that is killed forgets what it was
-given, and one that was away for a minute gets an error made up for it while its own reply is thrown away. A site answers
-the same request with the same bytes, free of charge, so this Grid sends again: at once when a node has restarted,
-after a while when nothing is heard, until whoever waits gives up.
+given, and one that was away for a minute gets an error made up for it while its own reply is thrown away. A site
+answers the same request with the same bytes, free of charge, so this Grid sends again: at once when a node has
+restarted, after a while when nothing is heard, until whoever waits gives up.
 
 Strategies and driver see plain requests and replies: statements (`privacy.ledger_heads`) are added and taken off here.
 """

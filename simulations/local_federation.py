@@ -1,7 +1,7 @@
 """A whole consortium on this machine: real SuperLink, nginx, SuperNodes and agents, each its own process, over TLS.
 
-What `fedplat federation demo` shows, and what tests and benchmarks start. Kits come from the same provisioning as a real
-consortium's; only the sites' rules are those of a demonstration: the data is everybody's, and each takes its part.
+What `fedplat federation demo` shows, and what tests and benchmarks start. Kits come from the same provisioning as a
+real consortium's; only the sites' rules are those of a demonstration: the data is everybody's, each takes its part.
 """
 
 import os

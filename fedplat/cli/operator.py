@@ -23,9 +23,7 @@ KitOption = Annotated[
 ]
 SubmittedJob = Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job, as it was simulated.")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run id as `fedplat status` shows it, or 'latest'.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Ask every site whether it would accept the job; train nothing.")
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only ask every site whether it would accept the job.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")]
 
 
@@ -72,7 +70,9 @@ def submit(
 
 
 def status(
-    run: Annotated[str, typer.Argument(metavar="[RUN]")] = "", kit: KitOption = Path(), json_output: Json = False
+    run: Annotated[str, typer.Argument(metavar="[RUN]", help="One run; default: all.")] = "",
+    kit: KitOption = Path(),
+    json_output: Json = False,
 ) -> None:
     """Show the server's runs, newest last.
 

@@ -30,8 +30,8 @@ def lines_of(control: "Control", run_id: int, follow: bool) -> Iterator[str]:
         active = run.status in RUNNING
         try:
             if run.status not in ("pending", "starting"):
-                for text, after in control.logs(run_id, after):
-                    lost_at, rest = None, rest + text
+                for text, read_until in control.logs(run_id, after):
+                    after, lost_at, rest = read_until, None, rest + text
                     *whole, rest = rest.split("\n")
                     yield from whole
                     if not follow and active:

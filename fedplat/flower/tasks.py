@@ -1,8 +1,8 @@
 """An executor's side of Flower's Runtime API: ask for a task, read its input, answer.
 
-A SuperLink or SuperNode started with `--isolation process` hands its tasks to whoever asks with the right secret. Flower's
-own executor starts a new Python process per task and runs the uploaded code in it; here a warm process answers with
-installed code, and the uploaded archive is not even looked at.
+A SuperLink or SuperNode started with `--isolation process` hands its tasks to whoever asks with the right secret.
+Flower's own executor starts a new Python process per task and runs the uploaded code in it; here a warm process answers
+with installed code, and the uploaded archive is not even looked at.
 
 A task belongs to whoever has its token, for as long as heartbeats come (a minute's grace). So a token that was written
 down lets a restarted process go on where it was killed.
@@ -226,7 +226,8 @@ class Assignment:
 
     @property
     def object_tree(self) -> ObjectTree:
-        return ObjectTree.FromString(base64.b64decode(self.tree))
+        tree: ObjectTree = ObjectTree.FromString(base64.b64decode(self.tree))
+        return tree
 
 
 class ClientTask(Task):
