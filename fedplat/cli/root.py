@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from fedplat import __version__
-from fedplat.cli import budget, data, job, privacy, runs, simulate, sweep
+from fedplat.cli import budget, data, doctor, job, privacy, provision, runs, simulate, site, sweep
 
 app = typer.Typer(
     name="fedplat",
@@ -24,6 +24,9 @@ app.add_typer(data.app, name="data")
 app.add_typer(runs.app, name="runs")
 app.add_typer(privacy.app, name="privacy")
 app.command("budget")(budget.budget)
+app.command("provision")(provision.provision)
+app.command("doctor")(doctor.doctor)
+app.add_typer(site.app, name="site")
 
 
 def _version(wanted: bool) -> None:
