@@ -121,7 +121,7 @@ def stop(run: RunId, kit: KitOption = Path(), json_output: Json = False) -> None
     typer.echo(json.dumps({"run": str(found.run_id), "stopped": True}) if json_output else f"stopped {found.run_id}")
 
 
-def resume_submitted(run: str, kit: Path, console: "Console") -> int:
+def resume_submitted(run: str, kit: Path, console: "Console", json_output: bool) -> None:
     """Start a new Flower run that goes on with the run directory of an old one."""
     from fedplat.cli.watch import directory_of
     from fedplat.consortium.signed_job import SignedJob
@@ -136,7 +136,8 @@ def resume_submitted(run: str, kit: Path, console: "Console") -> int:
         job = Job.from_canonical(SignedJob.parse(found.job).job)
         run_id = control.start_run(sign(job, operator), f"{RESUME}{directory}")
     console.print(f"run [bold]{run_id}[/] goes on with {directory}", highlight=False)
-    return run_id
+    if json_output:
+        typer.echo(json.dumps({"run": str(run_id), "directory": directory}))
 
 
 def sites(kit: KitOption = Path(), json_output: Json = False) -> None:

@@ -15,6 +15,7 @@ node key can't act as its node.
 
 import os
 import pwd
+import shutil
 from pathlib import Path
 
 from fedplat.consortium.issued import AccessList
@@ -164,7 +165,7 @@ def _location(role: str, path: str) -> str:
     return f"""\
         location = {path} {{
             if ($fedplat_role != {role}) {{ return 403; }}
-            if ($request_method != POST) {{ return 403; }}
+            if ($request_method != POST) {{ return 405; }}
 {streaming}            proxy_pass https://superlink{path};
         }}
 """
@@ -189,7 +190,21 @@ def write_front(kit: ServerKit) -> Path:
     return path
 
 
+def find_nginx() -> str | None:
+    """nginx lies in sbin, which is not on everybody's path."""
+    return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+
+
 def front_command(kit: ServerKit, *extra: str) -> list[str]:
     """How nginx is started with what `write_front` wrote. A SIGHUP makes it read a new access list."""
     folder = kit.data_folder / "front"
-    return ["nginx", "-p", str(folder), "-e", str(folder / "error.log"), "-c", str(folder / "nginx.conf"), *extra]
+    return [
+        find_nginx() or "nginx",
+        "-p",
+        str(folder),
+        "-e",
+        str(folder / "error.log"),
+        "-c",
+        str(folder / "nginx.conf"),
+        *extra,
+    ]

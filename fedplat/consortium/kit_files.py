@@ -1,7 +1,7 @@
 """The kits as the programs that use them see them: the party's own TOML file, and where its keys and lists lie.
 
-A kit is one directory. `SiteKit.load(folder)`, `ServerKit.load(folder)` and `OperatorKit.load(folder)` read it and refuse
-what they don't know; `load_kit` takes whichever it finds.
+A kit is one directory. `SiteKit.load(folder)`, `ServerKit.load(folder)` and `OperatorKit.load(folder)` read it, and
+refuse what they don't know; `load_kit` takes whichever it finds.
 """
 
 from pathlib import Path
