@@ -27,7 +27,7 @@ CALIBRATION_CLIENTS = 3
 WORTH_A_POOL_S = 3.0
 """Serial work below this is done before a pool of workers has started."""
 WORTH_A_STACK = 8
-"""Cohorts below this could be a real federation's: `auto` then gives the same model as `fedplat submit`, bit for bit."""
+"""Cohorts below this could be real sites: `auto` then gives the same model as `fedplat submit`, bit for bit."""
 
 
 @dataclass(frozen=True)

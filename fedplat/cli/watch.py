@@ -58,20 +58,39 @@ def follow_run(control: "Control", run_id: int, job: Job, console: "Console") ->
 
     progress = (LiveProgress if console.is_terminal and not console.quiet else PlainProgress)(job, console)
     last: Event | None = None
-    failure = ""
+    failure, directory = "", ""
+    current: int | None = run_id
     with progress:
-        for line in lines_of(control, run_id, follow=True):
-            event = event_of(line)
-            if event is not None:
-                last = event
-                progress(event)
-            elif line.startswith("error: "):
-                failure = line.removeprefix("error: ")
+        while current is not None:
+            for line in lines_of(control, current, follow=True):
+                event = event_of(line)
+                if event is not None:
+                    last = event
+                    progress(event)
+                elif line.startswith("error: "):
+                    failure = line.removeprefix("error: ")
+                elif line.startswith("run "):
+                    directory = line.removeprefix("run ").strip()
+            (run,) = control.runs(current)
+            lost = run.status == "finished:failed" and not failure and not isinstance(last, RunFinished)
+            current = _continuation(control, directory, current) if lost and directory else None
     if isinstance(last, RunFinished):
         console.print(f"finished after round {last.round} ({last.reason}); model sha256 {last.model_sha256}")
         return last
-    (run,) = control.runs(run_id)
     raise JobError(f"run {run_id} {run.status}: {failure or run.details or 'see fedplat logs'}")
+
+
+def _continuation(control: "Control", directory: str, before: int) -> int | None:
+    """The Flower run in which the server goes on with a run directory after it lost the one before."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        known = [run.run_id for run in control.runs()]
+        later = {run.run_id for run in control.runs() if run.action == f"resume:{directory}"}
+        for run_id in reversed(known[known.index(before) + 1 :]):
+            if run_id in later:
+                return run_id
+        time.sleep(ASK_AGAIN_S)
+    return None
 
 
 def print_logs(control: "Control", run: "RunStatus", follow: bool) -> None:
