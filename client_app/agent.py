@@ -35,7 +35,7 @@ from fedplat.consortium.roster_file import RosterFile
 from fedplat.consortium.signed_job import SignedJob
 from fedplat.errors import FedplatError, UsageError
 from fedplat.flower import error_reply
-from fedplat.flower.tasks import CLIENT_TASK, Assignment, ClientTask, RuntimeApi, TaskLost, TaskQueue
+from fedplat.flower.tasks import CLIENT_TASK, Assignment, ClientTask, MessageLost, RuntimeApi, TaskLost, TaskQueue
 from fedplat.job import Job
 from fedplat.wire import Identity
 from privacy.site_budgets import ENVIRONMENT, dataset_for, load_site
@@ -104,46 +104,40 @@ class Agent:
         if assignment is None:
             return
         with ClientTask(self._api, assignment.token) as task:
+            task.go_on(assignment)
             self._serve(task, assignment)
 
     def _serve(self, task: ClientTask, assignment: Assignment) -> None:
         try:
             task.answer(assignment, self._answer(task, assignment))
-        except TaskLost as error:  # the SuperNode restarted, or the run was stopped: the server will ask again
-            logger.warning("%s", error)
-        except Exception:
-            logger.exception("the reply could not be handed to the SuperNode")
+        except Exception as error:  # the SuperNode restarted, or the run was stopped: the server will ask again
+            logger.warning("the reply could not be handed to the SuperNode: %s: %s", type(error).__name__, error)
         self._task_file.unlink(missing_ok=True)
 
     def _answer(self, task: ClientTask, assignment: Assignment) -> Message:
         """The reply to a message: an update, or a refusal in words."""
-        handler: Handler | None = None
+        message = assignment.empty_message()
+        kind = message.metadata.message_type
         try:
-            signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
-            job = signed.verified(self._roster.current)
-            require_allowed(self._site, signed, job)
-            handler = self._handler(job)
-            refusal = None
-        except FedplatError as error:
-            refusal = error
-        message = task.pull_message(assignment, most_objects(handler.expected()) if handler else 64)
-        try:
-            if refusal is not None:
-                raise refusal
-            assert handler is not None
+            handler = self._handler(*self._signed_job(assignment))
+            message = task.pull_message(assignment, most_objects(handler.expected()))
             content = self._respond(message, handler)
-        except NotYet as reason:
+        except (NotYet, MessageLost) as reason:
             return Message(self._with_statement(_again(str(reason))), reply_to=message)
         except FedplatError as error:
-            self._audit.note("refused", str(error)[:500], {"kind": message.metadata.message_type})
+            self._audit.note("refused", str(error)[:500], {"kind": kind})
+            task.await_message(assignment)
             return error_reply(message, str(error))
         except Exception:
             logger.exception("request failed")
-            self._audit.note(
-                "failed", "an error that is in the site's own log", {"kind": message.metadata.message_type}
-            )
+            self._audit.note("failed", "an error that is in the site's own log", {"kind": kind})
+            task.await_message(assignment)
             return error_reply(message, "the site could not serve this request: the reason is in its own log")
         return Message(self._with_statement(content), reply_to=message)
+
+    def _signed_job(self, assignment: Assignment) -> tuple[SignedJob, Job]:
+        signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
+        return signed, signed.verified(self._roster.current)
 
     def _respond(self, message: Message, handler: Handler) -> RecordDict:
         kind = message.metadata.message_type
@@ -203,8 +197,9 @@ class Agent:
     def _client(self, job: Job) -> str:
         return own_client(job, self._site.name)
 
-    def _handler(self, job: Job) -> Handler:
-        """The warm handler of a job; two are kept, each holds a data set."""
+    def _handler(self, signed: SignedJob, job: Job) -> Handler:
+        """The warm handler of a job that is allowed here; two are kept, each holds a data set."""
+        require_allowed(self._site, signed, job)
         if job.digest not in self._handlers:
             dataset = self._site.datasets[dataset_for(self._site, job.task.name)]
             owner = self._client(job) if dataset.share == "whole" else None
