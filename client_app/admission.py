@@ -36,7 +36,7 @@ def admitted(job: Job, identity: Identity) -> Iterator[None]:
     if site is None:
         yield
         return
-    folder = _agreed_folder(site, job)
+    folder = require_door(site, job)
     if job.privacy is None:
         with _data_from(folder):
             yield
@@ -76,8 +76,11 @@ def require_agreement(site: "Site", job: Job, section: PrivacySection, identity:
         )
 
 
-def _agreed_folder(site: "Site", job: Job) -> Path | None:
-    """The directory that the site gives this job's task, None for the node's own $FEDPLAT_DATA."""
+def require_door(site: "Site", job: Job) -> Path | None:
+    """Refuse a job that the site's file does not admit.
+
+    Returns the directory that the site gives its task, None for the node's own $FEDPLAT_DATA.
+    """
     name = dataset_for(site, job.task.name)
     dataset = site.datasets[name]
     if job.privacy is None and not dataset.allow_non_private:

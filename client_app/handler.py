@@ -52,10 +52,11 @@ from privacy.clip_norm import require_clip_norm
 class Handler:
     """Serves one job: its task, data and one resident model."""
 
-    def __init__(self, job: Job, examples: Examples | None = None) -> None:
+    def __init__(self, job: Job, examples: Examples | None = None, owner: str | None = None) -> None:
+        """`owner`: the client whose own data this site's files are (see `FederationData`)."""
         self.job, self.digest = job, job.digest
         self.task = load_task(job)
-        self.data = FederationData(job, self.task, examples)
+        self.data = FederationData(job, self.task, examples, owner)
         self.device = default_device()
         self.model = build_model(job, self.task).to(self.device)
         self.state = travelling_state(self.model, job.task.freeze, job.task.personal)
@@ -68,6 +69,14 @@ class Handler:
         self.plan = plan_of(job)
         self._private, self._trainer = self._make_trainer()
         self._received: tuple[dict[str, bytes], dict[str, np.ndarray]] = ({}, {})
+
+    def expected(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of every array that a request must bring."""
+        shapes = {name: (str(array.dtype), array.shape) for name, array in read_arrays(self.state).items()}
+        shapes |= self._controls.expected()
+        if self.plan is not None and self.plan.section.adaptive is not None:
+            shapes[wire.CLIP_NORM] = ("float32", ())
+        return shapes
 
     def _make_trainer(self) -> tuple[PrivateTrainer | None, LocalTrainer]:
         """The trainer of single examples' privacy where the job wants it, and the plain one."""

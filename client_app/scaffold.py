@@ -26,6 +26,10 @@ class ControlVariates:
         self._parameters = controlled_parameters(model, travelling) if is_scaffold else {}
         self._zeros = read_arrays({name: torch.zeros_like(p) for name, p in self._parameters.items()})
 
+    def expected(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of the control variates that a request brings."""
+        return {name: (str(zero.dtype), zero.shape) for name, zero in self._zeros.items()}
+
     def split(self, received: Arrays) -> tuple[Arrays, Arrays]:
         """What the server sent: the model, and its control variates c."""
         if not self._parameters:

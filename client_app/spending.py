@@ -30,14 +30,25 @@ FEWEST_EXAMPLES = 2
 
 @contextmanager
 def spending(
-    job: Job, plan: "PrivacyPlan | None", identity: Identity, context: Context, purpose: Purpose, examples: int
+    job: Job,
+    plan: "PrivacyPlan | None",
+    identity: Identity,
+    context: Context | None,
+    purpose: Purpose,
+    examples: int,
+    *,
+    alone: bool = False,
 ) -> Iterator[None]:
-    """Run a block that computes a release; whatever goes wrong in it is told to nobody but the site's own log."""
+    """Run a block that computes a release; whatever goes wrong in it is told to nobody but the site's own log.
+
+    `alone`: nobody else serves this site's requests, so a reservation that a crash left open pays for the same release
+    when it is asked for again, and being stopped leaves it open.
+    """
     if plan is None:
         yield
         return
     require_enough_examples(plan, purpose, examples)
-    if context.node_config.get(SIMULATED):
+    if context is not None and context.node_config.get(SIMULATED):
         with _silent_failures():
             yield
         return
@@ -46,12 +57,13 @@ def spending(
     site = required_site()
     require_agreement(site, job, plan.section, identity)
     with open_site_ledger(site) as ledger:
-        reservations = _reserve(ledger, site, job, plan, identity, purpose, examples)
+        reservations = _reserve(ledger, site, job, plan, identity, purpose, examples, alone)
         try:
             with _silent_failures():
                 yield
-        except BaseException:
-            ledger.commit(reservations, "failed")
+        except BaseException as error:
+            if not alone or isinstance(error, Exception):
+                ledger.commit(reservations, "failed")
             raise
         ledger.commit(reservations)
 
@@ -92,7 +104,14 @@ def most_releases(plan: "PrivacyPlan", purpose: Purpose) -> int:
 
 
 def _reserve(
-    ledger: "Ledger", site: "Site", job: Job, plan: "PrivacyPlan", identity: Identity, purpose: Purpose, examples: int
+    ledger: "Ledger",
+    site: "Site",
+    job: Job,
+    plan: "PrivacyPlan",
+    identity: Identity,
+    purpose: Purpose,
+    examples: int,
+    alone: bool,
 ) -> "list[Reservation]":
     from dp_accounting import NoOpDpEvent
 
@@ -110,6 +129,9 @@ def _reserve(
         whole = ReleaseIdentity(job.digest, 0, 0, identity.client)
         reservations.append(ledger.reserve(Charge(account, whole, plan.job_event(), plan.relation, purpose="job")))
         charge = replace(charge, event=NoOpDpEvent(), most_repeats=plan.section.spare_rounds)
+    unsettled = ledger.unsettled(charge) if alone else None
+    if unsettled is not None:
+        return [*reservations, unsettled]
     (result,) = ledger.reserve_all([charge], most_releases(plan, purpose))
     if isinstance(result, Refusal):
         raise result.error

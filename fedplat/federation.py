@@ -38,10 +38,15 @@ class ClientRows:
 class FederationData:
     """All clients' examples, sharing one copy of the training data."""
 
-    def __init__(self, job: Job, task: Task, examples: Examples | None = None) -> None:
+    def __init__(self, job: Job, task: Task, examples: Examples | None = None, owner: str | None = None) -> None:
+        """`owner`: the one client whose own data these examples are; without, they are everybody's."""
         self._job = job
         # A worker process gets the examples in shared memory instead of loading its own copy.
         self.examples: Examples = load_examples(task, job.task.name, "train") if examples is None else examples
+        self._split: dict[str, ClientRows] = {}
+        if owner is not None:
+            self.parts, self._index = [np.arange(len(self.examples))], {owner: 0}
+            return
         self.parts = partition(
             job.data.partition,
             len(self.examples),
@@ -50,7 +55,6 @@ class FederationData:
             labels=self.examples.partition_labels(),
             keys=self.examples.keys,
         )
-        self._split: dict[str, ClientRows] = {}
         self._index = {client_name(i): i for i in range(job.cohort.clients)}
 
     def names(self) -> list[str]:
@@ -58,7 +62,7 @@ class FederationData:
 
     def rows(self, client: str) -> ClientRows:
         if client not in self._index:
-            raise UsageError(f"unknown client '{client}': the job has client-0 … client-{len(self._index) - 1}")
+            raise UsageError(f"unknown client '{client}': this is the data of {', '.join(list(self._index)[:3])} …")
         part = self.parts[self._index[client]]
         if self._job.privacy is not None and self._job.privacy.unit == "sample" and self._job.data.holdout:
             return self._split_each(client, part)

@@ -17,10 +17,13 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Replace one file atomically."""
+def write_file(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Replace one file atomically; `mode` holds from its first byte on."""
     partial = path.with_name(f".{path.name}.part")
     try:
+        if mode is not None:
+            partial.unlink(missing_ok=True)
+            os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         _write_synced(partial, content)
         partial.replace(path)
     finally:

@@ -117,6 +117,8 @@ class CohortSection(Section):
     deadline), or stop the run."""
     on_shortfall: Literal["stop", "skip"] = "stop"
     """Fewer than min_replies accepted: stop the run (it can be resumed), or keep the model and go on."""
+    sites: tuple[str, ...] = ()
+    """On a real federation, which site is client-0, client-1 …; `fedplat submit` fills it in."""
 
     @property
     def cohort_size(self) -> int:
@@ -128,6 +130,8 @@ class CohortSection(Section):
             raise ValueError(f"size {self.size} is larger than the federation: clients = {self.clients}")
         if self.min_replies > self.cohort_size:
             raise ValueError(f"min_replies {self.min_replies} can't be reached by a cohort of {self.cohort_size}")
+        if self.sites and (len(self.sites) != self.clients or len(set(self.sites)) != self.clients):
+            raise ValueError(f"sites must name each of the {self.clients} clients once: {', '.join(self.sites)}")
         return self
 
 

@@ -154,6 +154,19 @@ class Ledger:
             costs: posting.Costs = {}
             return [posting.reserve(transaction, charge, cap, costs) for charge in charges]
 
+    def unsettled(self, charge: Charge) -> Reservation | None:
+        """The reservation of this very release that a crash left open.
+
+        Nothing was released under it if releases leave only after `commit`, and it may then pay for the same release.
+        That holds for a caller that computes nothing else meanwhile: two processes that both go on with one reservation
+        would release twice for one charge.
+        """
+        with self._reading() as transaction:
+            entry = transaction.unsettled(charge.account, charge.identity, charge.purpose)
+            if entry is None or entry.body["event"] != transaction.event(charge.event)[0]:
+                return None
+            return Reservation(entry.body["token"], entry.seq, entry.account, entry.body["event"])
+
     def commit(self, reservations: Sequence[Reservation], outcome: Outcome = "released") -> None:
         """Write down what became of reservations, in one transaction. Never a refund; once more is no error."""
         with self._writing() as transaction:
@@ -202,6 +215,12 @@ class Ledger:
     def head(self) -> Head:
         with self._reading() as transaction:
             return transaction.head
+
+    def contains(self, seq: int, digest: str) -> bool:
+        """Was this the ledger's head at some time?"""
+        with self._reading() as transaction:
+            known = transaction.head_at(seq)
+            return known is not None and known.hash == digest
 
     def verify(self) -> Head:
         """Read all of it: pages, triggers, every chain, every total, every event's cost, and the counter."""

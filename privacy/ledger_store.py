@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from dp_accounting import DpEvent
@@ -18,7 +18,7 @@ from sqlalchemy.dialects.sqlite import insert
 from fedplat import canonical
 from fedplat.errors import UsageError, unknown_name
 from privacy.events import event_from_json, event_to_json
-from privacy.ledger_account import Book, Outcome, Tallies, Totals, advance
+from privacy.ledger_account import Book, Outcome, ReleaseIdentity, Tallies, Totals, advance
 from privacy.ledger_chain import LEDGER, NOTHING, Entry, make_entry, read_entry, tampered
 from privacy.ledger_counter import Head, LedgerTampered
 from privacy.ledger_schema import accounts, entries, events
@@ -31,6 +31,10 @@ TermsCache = dict[tuple[str, int], Book]
 def _chunks(items: Iterable[Item], size: int = 1000) -> Iterator[Sequence[Item]]:
     whole = list(items)
     return (whole[start : start + size] for start in range(0, len(whole), size))
+
+
+RECENT = 16
+"""Reservations of a job among which an unsettled one is looked for: whoever goes on with it works on one at a time."""
 
 
 class Transaction:
@@ -114,6 +118,16 @@ class Transaction:
         """The reservation of this whole job, if it has one."""
         mine = (entries.c.account == account) & (entries.c.job == job) & (entries.c.purpose == "job")
         return self._charged_jobs.get((account, job)) or self._first(select(entries).where(mine))
+
+    def unsettled(self, account: str, identity: ReleaseIdentity, purpose: str) -> Entry | None:
+        """The newest reservation of this very release, if it was never committed."""
+        mine = (entries.c.account == account) & (entries.c.job == identity.job) & (entries.c.purpose == purpose)
+        newest = select(entries).where(mine & (entries.c.kind == "reserve")).order_by(entries.c.seq.desc())
+        for row in self.connection.execute(newest.limit(RECENT)):
+            entry = read_entry(row)
+            if entry.body["identity"] == asdict(identity):
+                return None if self.outcomes([entry.seq]) else entry
+        return None
 
     def entries_by_seq(self, numbers: Iterable[int]) -> dict[int, Entry]:
         return {entry.seq: entry for chunk in _chunks(numbers) for entry in self._where(entries.c.seq.in_(chunk))}

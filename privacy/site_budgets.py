@@ -7,9 +7,9 @@ ledger records it), everything else about a dataset's account stays as it was.
 
 import os
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, ValidationError, model_validator
 
@@ -17,6 +17,7 @@ from fedplat.errors import UsageError
 from fedplat.job_errors import describe_errors
 from fedplat.job_sections import Positive, Section
 from fedplat.privacy_section import Relation, Unit
+from privacy.site_policy import POLICY_TEMPLATE, PolicySection
 
 if TYPE_CHECKING:  # the ledger takes a second to load, and a node without a site file needs none
     from privacy.ledger import Balance, Ledger, Terms
@@ -41,7 +42,8 @@ delta = 1e-6                      # well below 1 / number of examples
 # order = 6.0                     # Rényi order of the filter; default: the best for (epsilon, delta)
 # period_days = 365               # the budget is for each period; without, for ever
 # allow_non_private = true        # also serve jobs without [privacy]: they spend nothing and protect nothing
-"""
+# share = "partition"             # the files are everybody's, this site takes its part (demonstrations only)
+""" + POLICY_TEMPLATE.replace("{", "{{").replace("}", "}}")
 
 
 class SiteSection(Section):
@@ -76,10 +78,13 @@ class DatasetSection(Section):
     """Length of a budget period; default: for ever."""
     allow_non_private: StrictBool = False
     """Also serve jobs without [privacy]. What they release is bounded by no budget."""
+    share: Literal["whole", "partition"] = "whole"
+    """The files are this site's own, or everybody's, of which it takes its part as a simulation would."""
 
 
 class SiteFile(Section):
     site: SiteSection
+    policy: PolicySection = PolicySection()
     datasets: dict[Annotated[str, Field(pattern=NAME)], DatasetSection] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -107,6 +112,7 @@ class Site:
     ledger: Path
     counter: Path
     datasets: dict[str, DatasetSection]
+    policy: PolicySection = field(default_factory=PolicySection)
 
     def terms(self) -> "list[Terms]":
         from privacy.ledger import Budget, Terms
@@ -144,7 +150,7 @@ def load_site(path: Path) -> Site:
         raise UsageError(f"{path}: {describe_errors(error, SiteFile)}") from None
     ledger = path.parent / file.site.ledger
     counter = path.parent / file.site.counter if file.site.counter else default_counter(ledger)
-    return Site(path, file.site.name, ledger, counter, file.datasets)
+    return Site(path, file.site.name, ledger, counter, file.datasets, file.policy)
 
 
 def site_from_environment() -> Site | None:

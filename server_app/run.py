@@ -29,19 +29,22 @@ def start_run(
         _drive(job, grid, run, listeners, where, resume=False)
 
 
-def resume_run(grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...] = ()) -> None:
+def resume_run(
+    grid: Grid, run: RunDirectory, listeners: tuple[Listener, ...] = (), where: Where = "simulation"
+) -> None:
     """Drive a stopped run on from its last committed round."""
     with run.locked():
-        require_resumable(run)
-        _drive(run.job(), grid, run, listeners, "simulation", resume=True)
+        require_resumable(run, where)
+        _drive(run.job(), grid, run, listeners, where, resume=True)
 
 
-def require_resumable(run: RunDirectory) -> None:
-    """Refuse a finished run, or one that was not simulated, in words, before anything is loaded."""
+def require_resumable(run: RunDirectory, where: Where = "simulation") -> None:
+    """Refuse a finished run, or one that ran elsewhere, in words, before anything is loaded."""
     events = read_events(run.events_file) if run.events_file.exists() else []
     for event in events:
-        if isinstance(event, RunStarted) and event.where != "simulation":
-            raise UsageError(f"{run.path}: ran on a real Flower federation; virtual clients can't continue it")
+        if isinstance(event, RunStarted) and event.where != where:
+            other = "on a real federation; virtual clients" if where == "simulation" else "in a simulation; real sites"
+            raise UsageError(f"{run.path}: ran {other} can't continue it")
         if isinstance(event, RunFinished):
             raise UsageError(
                 f"{run.path}: already finished after round {event.round}. Look at it with: fedplat runs show {run.path}"

@@ -155,6 +155,16 @@ class SiteKit(_ClientKit):
     def superexec_secret(self) -> Path:
         return self.folder / SUPEREXEC_SECRET
 
+    @property
+    def state_folder(self) -> Path:
+        """Everything that the agent writes but the ledger."""
+        return self.folder / "state"
+
+    @property
+    def local_certificate(self) -> Path:
+        """What the SuperNode shows to the agent."""
+        return self.state_folder / "local.crt"
+
 
 class OperatorKit(_ClientKit):
     FILE, TABLE, SECRETS = "operator.toml", "operator", SECRETS["operator"]
@@ -175,6 +185,17 @@ class ServerKit(Kit):
     """Directory of everything that the server writes but runs, relative to this file."""
     runs: str = "runs"
     """Directory of run directories, relative to this file."""
+    strategies: tuple[str, ...] = ()
+    """Strategies `package.module:Class` that jobs may name besides the built-in ones."""
+
+    @property
+    def superlink_address(self) -> str:
+        return f"127.0.0.1:{self.superlink_port}"
+
+    @property
+    def superexec_secret(self) -> Path:
+        """Shared by SuperLink and executor."""
+        return self.data_folder / SUPEREXEC_SECRET
 
     @property
     def certificate(self) -> Path:

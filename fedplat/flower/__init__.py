@@ -1,7 +1,7 @@
-"""What Flower has no public API for, in one place and pinned to the version it was checked with.
+"""All use of what Flower has no public API for, in one folder and pinned to the version it was checked with.
 
-Three things have no public API in Flower 1.41: naming the task a process runs (needed before any
-`Message` can be made), giving a message an id, and an empty `Run`.
+Here: naming the task a process runs (needed before any `Message` can be made), giving a message an id, an empty
+`Run`. `tasks` takes work from a SuperLink or SuperNode as its executor, `control` talks to a SuperLink as an operator.
 """
 
 import logging
@@ -79,3 +79,8 @@ Config = dict[str, bool | float | int | str]
 
 def new_context(run_id: int, node_id: int, node_config: Config, run_config: Config) -> Context:
     return Context(run_id=run_id, node_id=node_id, node_config=node_config, state=RecordDict(), run_config=run_config)
+
+
+def now_answers(reply: Message, message_id: str) -> None:
+    """Let a reply answer the first of several messages with one request."""
+    reply.metadata.__dict__["_reply_to_message_id"] = message_id
