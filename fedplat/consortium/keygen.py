@@ -20,7 +20,6 @@ from cryptography.x509.oid import NameOID
 from pydantic import Field
 
 from fedplat.consortium.identity import SigningKey, write_secret
-from fedplat.consortium.link_certificate import self_signed_for_loopback
 from fedplat.consortium.roster import NAME, Hex32, PartyName
 from fedplat.consortium.spec import RESERVED, Role, validated
 from fedplat.errors import UsageError
@@ -29,9 +28,8 @@ from fedplat.job_sections import Section
 
 IDENTITY_KEY, TLS_KEY, NODE_KEY, NODE_PUBLIC = "identity.key", "tls.key", "node", "node.pub"
 SUPEREXEC_SECRET = "superexec.secret"
-LINK_KEY, LINK_CERTIFICATE = "link.key", "link.crt"
 SECRETS: dict[Role, tuple[str, ...]] = {
-    "site": (IDENTITY_KEY, TLS_KEY, NODE_KEY, SUPEREXEC_SECRET, LINK_KEY),
+    "site": (IDENTITY_KEY, TLS_KEY, NODE_KEY, SUPEREXEC_SECRET),
     "operator": (IDENTITY_KEY, TLS_KEY),
 }
 MOST_BYTES = 64 * 1024
@@ -90,7 +88,6 @@ class PartyKeys:
             write_secret(folder / NODE_KEY, _ssh_private(self.node))
             write_file(folder / NODE_PUBLIC, _ssh_public(self.node.public_key()).encode() + b"\n")
             write_secret(folder / SUPEREXEC_SECRET, secrets.token_bytes(32))
-            _save_link(folder)
 
     def public(self, name: str) -> PublicBundle:
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -142,13 +139,6 @@ def load_bundle(path: Path, name: str) -> PublicBundle:
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     return bundle
-
-
-def _save_link(folder: Path) -> None:
-    key = ec.generate_private_key(ec.SECP256R1())
-    write_secret(folder / LINK_KEY, private_pem(key))
-    certificate = self_signed_for_loopback(key)
-    write_file(folder / LINK_CERTIFICATE, certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -11,16 +11,7 @@ from pydantic import AfterValidator, Field
 
 from fedplat.consortium.identity import SigningKey
 from fedplat.consortium.issued import AccessList
-from fedplat.consortium.keygen import (
-    IDENTITY_KEY,
-    LINK_CERTIFICATE,
-    LINK_KEY,
-    NODE_KEY,
-    NODE_PUBLIC,
-    SECRETS,
-    SUPEREXEC_SECRET,
-    TLS_KEY,
-)
+from fedplat.consortium.keygen import IDENTITY_KEY, NODE_KEY, NODE_PUBLIC, SUPEREXEC_SECRET, TLS_KEY
 from fedplat.consortium.roster import Hex32, PartyName, Roster, load_roster
 from fedplat.consortium.spec import Host, Port, is_address, read_toml, validated
 from fedplat.errors import UsageError
@@ -120,7 +111,7 @@ class _ClientKit(Kit):
 
 
 class SiteKit(_ClientKit):
-    FILE, TABLE, SECRETS = "federation.toml", "site", SECRETS["site"]
+    FILE, TABLE, SECRETS = "federation.toml", "site", (IDENTITY_KEY, TLS_KEY, NODE_KEY, SUPEREXEC_SECRET)
 
     link_port: Port
     """Loopback port of the local proxy that adds this site's certificate."""
@@ -143,15 +134,6 @@ class SiteKit(_ClientKit):
         return self.folder / NODE_PUBLIC
 
     @property
-    def link_certificate(self) -> Path:
-        """Of the loopback proxy; the SuperNode's --root-certificates."""
-        return self.folder / LINK_CERTIFICATE
-
-    @property
-    def link_key(self) -> Path:
-        return self.folder / LINK_KEY
-
-    @property
     def superexec_secret(self) -> Path:
         return self.folder / SUPEREXEC_SECRET
 
@@ -167,7 +149,7 @@ class SiteKit(_ClientKit):
 
 
 class OperatorKit(_ClientKit):
-    FILE, TABLE, SECRETS = "operator.toml", "operator", SECRETS["operator"]
+    FILE, TABLE, SECRETS = "operator.toml", "operator", (IDENTITY_KEY, TLS_KEY)
 
 
 class ServerKit(Kit):

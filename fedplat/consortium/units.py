@@ -89,12 +89,10 @@ Wants=fedplat-site-{name}.service
 User={NODE_USER}
 LoadCredential=node:{kit}/node
 LoadCredential=superexec.secret:{kit}/superexec.secret
-LoadCredential=link.crt:{kit}/link.crt
 InaccessiblePaths=-{kit}
 StateDirectory={state}
 Environment=FLWR_HOME=/var/lib/{state}
-ExecStart=/usr/bin/env flower-supernode --superlink 127.0.0.1:{link_port} \\
-    --root-certificates ${{CREDENTIALS_DIRECTORY}}/link.crt \\
+ExecStart=/usr/bin/env flower-supernode --insecure --superlink 127.0.0.1:{link_port} \\
     --auth-supernode-private-key ${{CREDENTIALS_DIRECTORY}}/node --isolation process \\
     --host 127.0.0.1 --port {node_port} --superexec-auth-secret-file ${{CREDENTIALS_DIRECTORY}}/superexec.secret
 {_QUIET}{_HARDENED.format(devices="yes")}
@@ -142,7 +140,7 @@ def site_manifest(consortium: str, name: str, link_port: int, node_port: int) ->
     app = _resource(consortium, name)
     return f"""\
 # Site {name}. First: kubectl create secret generic {app}-kit --from-file=KIT_DIRECTORY; kubectl create secret generic \
-{app}-node --from-file=KIT_DIRECTORY/node --from-file=KIT_DIRECTORY/superexec.secret --from-file=KIT_DIRECTORY/link.crt
+{app}-node --from-file=KIT_DIRECTORY/node --from-file=KIT_DIRECTORY/superexec.secret
 apiVersion: v1
 kind: PersistentVolumeClaim
 metadata: {{name: {app}-state}}
@@ -160,8 +158,7 @@ spec:
           volumeMounts: [{{name: kit, mountPath: /kit}}, {{name: temporary, mountPath: /tmp}}]
           # Mount the site's data here, read only, and name it in site.toml.
         - {_container("supernode", 10002)}
-          command: [flower-supernode, --root-certificates, /node/link.crt, --superlink, "127.0.0.1:{link_port}",
-                    --isolation, process,
+          command: [flower-supernode, --insecure, --superlink, "127.0.0.1:{link_port}", --isolation, process,
                     --auth-supernode-private-key, /node/node, --host, 127.0.0.1, --port, "{node_port}",
                     --superexec-auth-secret-file, /node/superexec.secret]
           env:
