@@ -1,4 +1,4 @@
-"""systemd and Kubernetes read what we wrote, and the SuperNode gets nothing of the site but its node key."""
+"""systemd and Kubernetes read what we wrote, and nothing has more power than it needs."""
 
 import configparser
 import shutil
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedplat.consortium.units import AGENT_USER, NODE_USER
+from fedplat.consortium.units import SERVER_USER, SITE_CAPABILITIES
 from tests.consortium.conftest import Consortium
 
-HARDENING = {"NoNewPrivileges": "yes", "ProtectSystem": "strict", "CapabilityBoundingSet": "", "UMask": "0077"}
+HARDENING = {"NoNewPrivileges": "yes", "ProtectSystem": "strict", "UMask": "0077", "PrivateTmp": "yes"}
 
 
 def _service(path: Path) -> configparser.SectionProxy:
@@ -21,14 +21,15 @@ def _service(path: Path) -> configparser.SectionProxy:
     return unit["Service"]
 
 
-def test_units_are_hardened_and_run_as_different_users(consortium: Consortium) -> None:
+def test_units_are_hardened(consortium: Consortium) -> None:
     units = {path.name: _service(path) for path in consortium.kits.rglob("*.service")}
+    assert set(units) == {"fedplat-server.service", "fedplat-site-north.service", "fedplat-site-south.service"}
     for unit in units.values():
         assert HARDENING.items() <= dict(unit).items()
-    agent, node = units["fedplat-site-north.service"], units["fedplat-supernode-north.service"]
-    assert (agent["User"], node["User"]) == (AGENT_USER, NODE_USER)
-    assert "ReadWritePaths" in agent and "ReadWritePaths" not in node
-    assert node["InaccessiblePaths"] == "-/etc/fedplat/alpha/north"
+    server, site = units["fedplat-server.service"], units["fedplat-site-north.service"]
+    assert server["User"] == SERVER_USER and server["CapabilityBoundingSet"] == ""
+    assert site["CapabilityBoundingSet"].split() == [f"CAP_{name}" for name in SITE_CAPABILITIES]
+    assert site["ReadWritePaths"] == "/etc/fedplat/alpha/north"
 
 
 def test_systemd_accepts_the_units(consortium: Consortium) -> None:
@@ -50,15 +51,19 @@ def test_manifests_are_kubernetes_objects(consortium: Consortium) -> None:
         assert all(name == name.lower() and len(name) <= 63 for name in names)
 
 
-def test_the_supernode_s_container_mounts_nothing_of_the_kit_but_its_node_key(consortium: Consortium) -> None:
-    objects = yaml.safe_load_all((consortium.kit("north") / "kubernetes" / "site.yaml").read_text())
+@pytest.mark.parametrize(("name", "file", "root"), [("north", "site.yaml", True), ("server", "server.yaml", False)])
+def test_containers_have_no_power_that_they_do_not_need(
+    consortium: Consortium, name: str, file: str, root: bool
+) -> None:
+    objects = yaml.safe_load_all((consortium.kit(name) / "kubernetes" / file).read_text())
     pod = next(made for made in objects if made["kind"] == "Deployment")["spec"]["template"]["spec"]
-    agent, node = pod["containers"]
-    users = {container["securityContext"]["runAsUser"] for container in (agent, node)}
-    assert len(users) == 2
-    assert {mount["name"] for mount in node["volumeMounts"]} == {"node", "flower"}
-    for container in (*pod["initContainers"], agent, node):
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"].get("runAsNonRoot", False) is not root
+    for container in (*pod["initContainers"], *pod["containers"]):
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False and context["readOnlyRootFilesystem"] is True
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert context["capabilities"].get("add", []) == (list(SITE_CAPABILITIES) if root else [])
 
 
 @pytest.mark.parametrize("name", ["A_b", "x" * 63, "a-"])
