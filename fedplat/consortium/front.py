@@ -52,28 +52,11 @@ def allowed_paths() -> dict[str, tuple[str, ...]]:
 
 def render_front(kit: ServerKit, access: AccessList, user: str | None = None) -> str:
     """nginx.conf. It runs in the foreground as whoever starts it; `user` is for workers of a master that is root."""
-    state = kit.data_folder
-    temporary = "\n".join(f"    {name}_temp_path {_quoted(state / 'front' / name)};" for name in TEMPORARY)
-    locations = "\n".join(_location(role, path) for role, paths in allowed_paths().items() for path in paths)
-    listen = f"[{kit.listen}]" if ":" in kit.listen else kit.listen
     return f"""\
 # The front of this consortium's server. Written by `fedplat server start`: edits are lost.
-daemon off;
-{f"user {user};" if user else "# Runs as the user who starts it."}
-worker_processes 2;
-worker_shutdown_timeout 30s;
-pid {_quoted(state / "front" / "nginx.pid")};
-error_log {_quoted(state / "front" / "error.log")} warn;
-
-events {{
-    worker_connections 4096;
-}}
-
+{_process(kit.data_folder / "front", user)}
 http {{
-{temporary}
-    log_format parties '$time_iso8601 $remote_addr $fedplat_party $request_method $uri $status $request_length '
-                       '$bytes_sent $request_time';
-    access_log {_quoted(state / "front" / "access.log")} parties;
+{_files(kit.data_folder / "front")}
     server_tokens off;
     default_type application/octet-stream;
 
@@ -89,6 +72,40 @@ http {{
 
 {_limits()}
 
+{_server(kit)}
+}}
+"""
+
+
+def _process(folder: Path, user: str | None) -> str:
+    return f"""\
+daemon off;
+{f"user {user};" if user else "# Runs as the user who starts it."}
+worker_processes 2;
+worker_shutdown_timeout 30s;
+pid {_quoted(folder / "nginx.pid")};
+error_log {_quoted(folder / "error.log")} warn;
+
+events {{
+    worker_connections 4096;
+}}
+"""
+
+
+def _files(folder: Path) -> str:
+    """Everything that nginx writes is the server's own, so that it needs no root."""
+    temporary = "\n".join(f"    {name}_temp_path {_quoted(folder / name)};" for name in TEMPORARY)
+    return f"""\
+{temporary}
+    log_format parties '$time_iso8601 $remote_addr $fedplat_party $request_method $uri $status $request_length '
+                       '$bytes_sent $request_time';
+    access_log {_quoted(folder / "access.log")} parties;"""
+
+
+def _server(kit: ServerKit) -> str:
+    listen = f"[{kit.listen}]" if ":" in kit.listen else kit.listen
+    locations = "\n".join(_location(role, path) for role, paths in allowed_paths().items() for path in paths)
+    return f"""\
     server {{
         listen {listen}:{kit.port} ssl{" ipv6only=off" if kit.listen == "::" else ""};
         server_name _;
@@ -101,9 +118,7 @@ http {{
         location / {{
             return 403;
         }}
-    }}
-}}
-"""
+    }}"""
 
 
 def _map(variable: str, values: dict[str, str]) -> str:

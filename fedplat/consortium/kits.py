@@ -210,14 +210,12 @@ class _Provisioning:
 
     def _site_texts(self, name: str, index: int) -> dict[str, str]:
         server, authority = self._spec.server, self._authority.public
-        ports = kit_texts.site_ports(index)
         return {
             "federation.toml": kit_texts.federation_toml(name, index, server, self._name, authority),
             "site.toml": self._site_text(name),
             "start.sh": kit_texts.start_script("site", "the site agent and the SuperNode"),
             f"systemd/fedplat-site-{name}.service": units.site_unit(self._name, name),
-            f"systemd/fedplat-supernode-{name}.service": units.supernode_unit(self._name, name, *ports),
-            "kubernetes/site.yaml": units.site_manifest(self._name, name, *ports),
+            "kubernetes/site.yaml": units.site_manifest(self._name, name),
         }
 
     def _operator_texts(self, name: str) -> dict[str, str]:

@@ -1,12 +1,16 @@
 """systemd units and Kubernetes manifests: how an administrator keeps a server or a site running.
 
-The SuperNode takes messages from the network, so it runs as a user of its own that can't read the site's data, keys and
-ledger; systemd hands it the node key as a credential. In Kubernetes it is a container of its own, that mounts the node
-key and nothing else of the kit.
+A site is three processes under two users. The agent belongs to the kit's owner; link and SuperNode, which talk to the
+network, to a user that can't read the site's data, keys and ledger. `fedplat site start` changes to them, so it starts
+as a root that may do that and nothing else. A server needs no root at all.
 """
 
 AGENT_USER, NODE_USER, SERVER_USER = "fedplat", "fedplat-node", "fedplat-server"
 IMAGE = "fedplat:latest"
+SERVER_POD = ", runAsNonRoot: true, fsGroup: 10000, fsGroupChangePolicy: OnRootMismatch"
+"""A change of group at every start would open the keys to it."""
+SITE_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+"""What it takes to open a kit that is closed to others, and to run its processes as their users."""
 _HARDENED = """\
 NoNewPrivileges=yes
 ProtectSystem=strict
@@ -25,7 +29,7 @@ RestrictNamespaces=yes
 RestrictRealtime=yes
 RestrictSUIDSGID=yes
 LockPersonality=yes
-CapabilityBoundingSet=
+CapabilityBoundingSet={capabilities}
 SystemCallArchitectures=native
 UMask=0077
 Restart=always
@@ -49,7 +53,7 @@ Wants=network-online.target
 User={SERVER_USER}
 ExecStart=/usr/bin/env fedplat server start {kit}
 ReadWritePaths={kit}
-{_QUIET}{_HARDENED.format(devices="yes")}
+{_QUIET}{_HARDENED.format(devices="yes", capabilities="")}
 [Install]
 WantedBy=multi-user.target
 """
@@ -57,45 +61,20 @@ WantedBy=multi-user.target
 
 def site_unit(consortium: str, name: str) -> str:
     kit = f"/etc/fedplat/{consortium}/{name}"
+    capabilities = " ".join(f"CAP_{capability}" for capability in SITE_CAPABILITIES)
     return f"""\
-# The agent of site {name}: the kit belongs at {kit}, owned by {AGENT_USER}.
+# Site {name}: the kit belongs at {kit}, owned by {AGENT_USER}, with supernode_user = "{NODE_USER}" in federation.toml.
 [Unit]
-Description=fedplat site agent {name} of {consortium}
+Description=fedplat site {name} of {consortium}
 After=network-online.target
 Wants=network-online.target
 
 [Service]
-User={AGENT_USER}
-ExecStart=/usr/bin/env fedplat site start {kit} --no-supernode
-# Add the directories of the data (read only) if they are under /home, and the ledger's if it is elsewhere.
+# Starts the agent as the kit's owner, link and SuperNode as supernode_user. Both: useradd --system NAME
+ExecStart=/usr/bin/env fedplat site start {kit}
+# Add the ledger's directory if it is elsewhere. Data under /home needs ProtectHome=read-only.
 ReadWritePaths={kit}
-{_QUIET}{_HARDENED.format(devices="no")}
-[Install]
-WantedBy=multi-user.target
-"""
-
-
-def supernode_unit(consortium: str, name: str, link_port: int, node_port: int) -> str:
-    kit = f"/etc/fedplat/{consortium}/{name}"
-    state = f"fedplat-node/{name}"
-    return f"""\
-# The SuperNode of site {name}: transport only, as a user that can read nothing of the site.
-[Unit]
-Description=Flower SuperNode of fedplat site {name}
-After=fedplat-site-{name}.service
-Wants=fedplat-site-{name}.service
-
-[Service]
-User={NODE_USER}
-LoadCredential=node:{kit}/node
-LoadCredential=superexec.secret:{kit}/superexec.secret
-InaccessiblePaths=-{kit}
-StateDirectory={state}
-Environment=FLWR_HOME=/var/lib/{state}
-ExecStart=/usr/bin/env flower-supernode --insecure --superlink 127.0.0.1:{link_port} \\
-    --auth-supernode-private-key ${{CREDENTIALS_DIRECTORY}}/node --isolation process \\
-    --host 127.0.0.1 --port {node_port} --superexec-auth-secret-file ${{CREDENTIALS_DIRECTORY}}/superexec.secret
-{_QUIET}{_HARDENED.format(devices="yes")}
+{_QUIET}{_HARDENED.format(devices="no", capabilities=capabilities)}
 [Install]
 WantedBy=multi-user.target
 """
@@ -112,7 +91,7 @@ spec:
   accessModes: [ReadWriteOnce]
   resources: {{requests: {{storage: 20Gi}}}}
 ---
-{_deployment(app)}
+{_deployment(app, SERVER_POD)}
       initContainers:
         - {_container("copy-kit", 10001)}
 {_copy_kit()}
@@ -136,11 +115,11 @@ spec:
 """
 
 
-def site_manifest(consortium: str, name: str, link_port: int, node_port: int) -> str:
+def site_manifest(consortium: str, name: str) -> str:
     app = _resource(consortium, name)
     return f"""\
-# Site {name}. First: kubectl create secret generic {app}-kit --from-file=KIT_DIRECTORY; kubectl create secret generic \
-{app}-node --from-file=KIT_DIRECTORY/node --from-file=KIT_DIRECTORY/superexec.secret
+# Site {name}; set supernode_user = "{NODE_USER}" in federation.toml, with both users in the image. First: kubectl \
+create secret generic {app}-kit --from-file=KIT_DIRECTORY
 apiVersion: v1
 kind: PersistentVolumeClaim
 metadata: {{name: {app}-state}}
@@ -150,29 +129,17 @@ spec:
 ---
 {_deployment(app)}
       initContainers:
-        - {_container("copy-kit", 10001)}
-{_copy_kit()}
+        - {_container("copy-kit", 0, SITE_CAPABILITIES)}
+{_copy_kit(f" && chown -R {AGENT_USER} /kit")}
       containers:
-        - {_container("agent", 10001)}
-          command: [fedplat, site, start, /kit, --no-supernode]
+        - {_container("site", 0, SITE_CAPABILITIES)}
+          command: [fedplat, site, start, /kit]
           volumeMounts: [{{name: kit, mountPath: /kit}}, {{name: temporary, mountPath: /tmp}}]
           # Mount the site's data here, read only, and name it in site.toml.
-        - {_container("supernode", 10002)}
-          command: [flower-supernode, --insecure, --superlink, "127.0.0.1:{link_port}", --isolation, process,
-                    --auth-supernode-private-key, /node/node, --host, 127.0.0.1, --port, "{node_port}",
-                    --superexec-auth-secret-file, /node/superexec.secret]
-          env:
-            - {{name: FLWR_TELEMETRY_ENABLED, value: "0"}}
-            - {{name: FLWR_DISABLE_UPDATE_CHECK, value: "1"}}
-            - {{name: FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION, value: "1"}}
-            - {{name: FLWR_HOME, value: /home-of-flower}}
-          volumeMounts: [{{name: node, mountPath: /node, readOnly: true}}, {{name: flower, mountPath: /home-of-flower}}]
       volumes:
         - {{name: secret, secret: {{secretName: {app}-kit}}}}
-        - {{name: node, secret: {{secretName: {app}-node}}}}
         - {{name: kit, persistentVolumeClaim: {{claimName: {app}-state}}}}
         - {{name: temporary, emptyDir: {{}}}}
-        - {{name: flower, emptyDir: {{}}}}
 """
 
 
@@ -181,7 +148,7 @@ def _resource(consortium: str, name: str) -> str:
     return f"fedplat-{consortium}-{name}".lower().replace("_", "-")[:50].rstrip("-")
 
 
-def _deployment(app: str) -> str:
+def _deployment(app: str, pod: str = "") -> str:
     """One replica, never two at once: a site's ledger and a server's database have one writer."""
     return f"""\
 apiVersion: apps/v1
@@ -196,14 +163,11 @@ spec:
     spec:
       automountServiceAccountToken: false
       enableServiceLinks: false
-      securityContext:
-        runAsNonRoot: true
-        fsGroup: 10000
-        fsGroupChangePolicy: OnRootMismatch  # else every start would open the keys to the group
-        seccompProfile: {{type: RuntimeDefault}}"""
+      securityContext: {{seccompProfile: {{type: RuntimeDefault}}{pod}}}"""
 
 
-def _container(name: str, user: int) -> str:
+def _container(name: str, user: int, capabilities: tuple[str, ...] = ()) -> str:
+    added = f", add: [{', '.join(capabilities)}]" if capabilities else ""
     return f"""\
 name: {name}
           image: {IMAGE}
@@ -211,13 +175,13 @@ name: {name}
             runAsUser: {user}
             allowPrivilegeEscalation: false
             readOnlyRootFilesystem: true
-            capabilities: {{drop: [ALL]}}"""
+            capabilities: {{drop: [ALL]{added}}}"""
 
 
-def _copy_kit() -> str:
-    """A secret is mounted read only and by group: the kit is copied beside the state, private to its owner. All of it
-    is renewed at each start but site.toml, which is the site's own."""
+def _copy_kit(then: str = "") -> str:
+    """A secret is mounted read only: the kit is copied beside the state, private to its owner. All of it is renewed at
+    each start but site.toml, which is the site's own."""
     copy = "[ $n = site.toml ] && [ -e /kit/$n ] || cp -L $f /kit/$n"
     return f"""\
-          command: [sh, -c, "umask 077; for f in /secret/*; do n=$(basename $f); {copy}; done"]
+          command: [sh, -c, "umask 077; for f in /secret/*; do n=$(basename $f); {copy}; done{then}"]
           volumeMounts: [{{name: secret, mountPath: /secret, readOnly: true}}, {{name: kit, mountPath: /kit}}]"""
