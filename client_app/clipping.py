@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -46,7 +47,7 @@ class ClippedSum:
         size, device = sum(p.numel() for p in self._parameters), self._parameters[0].device
         self.flat = torch.zeros(size, device=device)
         """What parameters' gradients are views of: what `total` has become after noise."""
-        self._wide = torch.zeros(size, dtype=torch.float64, device=device)  # takes no memory until it is written to
+        self._wide = torch.from_numpy(np.zeros(size)).to(device)  # NumPy's zeros take no memory until written to
         self.total = self._wide
         """The sum, before noise: in float64, or `flat` itself while a step is summed in fp32."""
         self._examples = 0
