@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from client_app.clipping import NORM_MARGIN
 from client_app.dp_sgd import ROUNDING_MARGIN, Randomness, sample_batch
+from client_app.weighted_sums import LARGEST_SQUARE, SMALLEST_WEIGHT, may_use_fp32
 from fedplat.job import Job
 from fedplat.task import Examples, Task, example_losses
 from privacy.clip_norm import next_clip_norm, noisy_share
@@ -131,17 +132,21 @@ class PrivateStackTrainer:
             mlp_backward(
                 layers, stack, activations, gradient, lambda name, left, right: _keep(factors_of, name, left, right)
             )
-            squares = torch.zeros(mask.shape, dtype=torch.float64)
+            squares, bounded = torch.zeros(mask.shape, dtype=torch.float64), True
             for left, right in factors_of.values():
-                squares += _square_norms(left, 1) * _square_norms(right, 2)
+                of_left, of_right = _square_norms(left, 1), _square_norms(right, 2)
+                squares += of_left * of_right
+                bounded = bounded and bool(torch.maximum(of_left, of_right).max() < LARGEST_SQUARE)
             weights, below = _weights(squares, mask, clip_norms)
+            dtype = _sum_type(weights, clip_norms) if bounded else torch.float64
             finite = squares.isfinite()
             for name, view in self._split(flat).items():
                 left, right = factors_of[name]
                 if not bool(finite.all()):  # 0 · NaN is NaN: such examples leave the product
                     left = torch.where(finite.unsqueeze(1), left, 0.0)
                     right = torch.where(finite.unsqueeze(2), right, 0.0)
-                view.copy_(torch.bmm(left * weights.unsqueeze(1), right).reshape(view.shape))
+                scaled = left.to(dtype) * weights.to(dtype).unsqueeze(1)
+                view.copy_(torch.bmm(scaled, right.to(dtype)).reshape(view.shape))
         return below
 
     def _vmap_sums(
@@ -151,9 +156,10 @@ class PrivateStackTrainer:
         gradients = self._per_example(stack, inputs, targets)
         squares = torch.stack([_square_norms(g.flatten(2), 2) for g in gradients.values()]).sum(0)
         weights, below = _weights(squares, mask, clip_norms)
+        weights = weights.to(_sum_type(weights, clip_norms))
         for name, view in self._split(flat).items():
             rows = torch.where(squares.isfinite().unsqueeze(2), gradients[name].flatten(2), 0.0)
-            view.copy_(torch.bmm(weights.unsqueeze(1), rows).reshape(view.shape))
+            view.copy_(torch.bmm(weights.unsqueeze(1), rows.to(weights.dtype)).reshape(view.shape))
         return below
 
     def _split(self, flat: Tensor) -> Stack:
@@ -204,7 +210,15 @@ def _weights(squares: Tensor, mask: Tensor, clip_norms: Tensor) -> tuple[Tensor,
     real = (mask > 0) & norms.isfinite()
     limits = clip_norms.unsqueeze(1)
     factors = (limits / (norms * (1 + NORM_MARGIN) + 1e-12)).clamp(max=1.0)
-    return torch.where(real, factors, 0.0).float(), (real & (norms <= limits)).sum(1).float()
+    return torch.where(real, factors, 0.0), (real & (norms <= limits)).sum(1).float()
+
+
+def _sum_type(weights: Tensor, clip_norms: Tensor) -> torch.dtype:
+    """fp32 where `client_app.weighted_sums` bounds the error of every client's sum, float64 elsewhere."""
+    examples, extremes = weights.shape[1], (float(clip_norms.min()), float(clip_norms.max()))
+    fits = all(may_use_fp32(examples, clip_norm, weights.device) for clip_norm in extremes)
+    fits = fits and bool(((weights == 0) | (weights > SMALLEST_WEIGHT)).all())
+    return torch.float32 if fits else torch.float64
 
 
 def _per_example_gradients(model: nn.Module, task: Task) -> Any:
