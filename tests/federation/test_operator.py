@@ -98,9 +98,8 @@ def test_a_job_for_other_sites_is_refused_before_anything_is_sent(federation, jo
 def test_a_stopped_run_is_resumed_to_the_same_bits(federation, job_file, simulated, tiny_job):
     path = job_file(job__seed=12, job__rounds=12)
     told = json.loads(fedplat(federation, "submit", str(path), "--json").splitlines()[-1])
-    wait_for(
-        lambda: len(list(list_runs(federation.server.runs_folder))) > 0 and newest(federation).job().job.seed == 12
-    )
+    runs = federation.server.runs_folder
+    wait_for(lambda: bool(list_runs(runs)) and newest(federation).job().job.seed == 12)
     run = newest(federation)
     wait_for(lambda: any((run.checkpoints).iterdir()))
     fedplat(federation, "stop", told["run"])
