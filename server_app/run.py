@@ -51,7 +51,9 @@ def require_resumable(run: RunDirectory, where: Where = "simulation") -> None:
             )
     # Not by its rounds: those that a crash has undone don't count in the log, and were released all the same.
     started = next((event for event in events if isinstance(event, RunStarted)), None)
-    if started is not None and run.job().privacy is not None:
+    privacy = run.job().privacy
+    sites_account = where == "flower" and privacy is not None and privacy.unit == "sample"
+    if started is not None and privacy is not None and not sites_account:
         require_own_ledger(run, started)
 
 
