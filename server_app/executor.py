@@ -181,10 +181,13 @@ class Executor:
         Current(**asdict(current) | {"directory": directory.id}).save(self._file)
         with RunLog(task, current.run_id) as log:
             log.line(f"run {directory.id}")
-            if exists:
-                resume_run(grid, directory, (log,), where="flower")
-            else:
-                start_run(job, grid, directory, (log,), where="flower")
+            try:
+                if exists:
+                    resume_run(grid, directory, (log,), where="flower")
+                else:
+                    start_run(job, grid, directory, (log,), where="flower")
+            finally:
+                log.line(json.dumps({"budgets": self._statements.budgets()}))
 
     def _directory(self, current: Current, job: Job) -> tuple[RunDirectory, bool]:
         """The run's directory, and whether it was begun before."""

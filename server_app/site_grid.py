@@ -62,6 +62,10 @@ class StatementStore:
         self.newest[statement.site] = statement
         return True
 
+    def budgets(self) -> dict[str, dict[str, float]]:
+        """ε that is left, of the sites that show it."""
+        return {name: said.budget for name, said in self.newest.items() if said.budget is not None}
+
     def record(self) -> ConfigRecord:
         """What goes along with every request."""
         statements = [self.newest[name].model_dump_json() for name in sorted(self.newest)]
