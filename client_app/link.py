@@ -1,13 +1,15 @@
 """The site's link to the server: takes the SuperNode's requests on loopback and carries them over mutual TLS.
 
-Flower's SuperNode can't present a client certificate, so it talks to this process, which can. It also turns the
-SuperNode's poll for messages (every three seconds, fixed in Flower) into a long poll: an empty answer is held back and
-the question asked again, so that a message is taken up at once.
+Flower's SuperNode can't present a client certificate, so it talks to this process, which can. It also mends two waits
+that are fixed in Flower: the SuperNode's poll for messages every three seconds becomes a long poll (an empty answer is
+held back and the question asked again), and a SuperNode that was killed need not wait for a minute until the SuperLink
+believes that it was: the link takes its old activation back, with the proof of identity that the new one brings.
 """
 
 import asyncio
 import ssl
 import time
+from pathlib import Path
 
 import httpx
 from starlette.applications import Starlette
@@ -15,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-POLL_PATH = "/v1/fleet/pull-messages"
+from fedplat.flower.fleet import ACTIVATE, DEACTIVATE, PULL_MESSAGES, STILL_ACTIVE, activated_node, deactivation
+
 HOLD_S = 20.0
 """How long an empty answer is held back: below the 30 s after which the SuperNode gives up."""
 BUSY_POLL_S, IDLE_POLL_S, BUSY_FOR_S = 0.1, 1.0, 60.0
@@ -25,36 +28,59 @@ _NOT_BACK = _HOP | {"content-encoding", "date"}
 
 
 class Link:
-    """Forwards to one server. `busy`: something arrived lately, so more may come soon."""
+    """Forwards to one server. `memory` is a file that keeps the node's id over restarts."""
 
-    def __init__(self, server: str, context: ssl.SSLContext) -> None:
+    def __init__(self, server: str, context: ssl.SSLContext, memory: Path) -> None:
         self._client = httpx.AsyncClient(base_url=f"https://{server}", verify=context, timeout=60.0)
+        self._memory = memory
         self._last_message = time.monotonic()
 
     async def forward(self, request: Request) -> Response:
-        body = await request.body()
+        path, body = request.url.path, await request.body()
         if len(body) > LARGEST_BODY:
             return Response(status_code=413)
         headers = {name: value for name, value in request.headers.items() if name not in _HOP}
+        try:
+            if path == PULL_MESSAGES:
+                answer = await self._poll(request, body, headers)
+            elif path == ACTIVATE:
+                answer = await self._activate(body, headers)
+            else:
+                answer = await self._client.post(path, content=body, headers=headers)
+        except httpx.TransportError:
+            return Response("the server can't be reached", status_code=503)
+        kept = {name: value for name, value in answer.headers.items() if name not in _NOT_BACK}
+        return Response(answer.content, answer.status_code, kept)
+
+    async def _poll(self, request: Request, body: bytes, headers: dict[str, str]) -> httpx.Response:
+        """Ask until there is a message, or until the SuperNode would give up."""
         until = time.monotonic() + HOLD_S
         while True:
-            try:
-                answer = await self._client.post(request.url.path, content=body, headers=headers)
-            except httpx.TransportError:
-                return Response("the server can't be reached", status_code=503)
-            if request.url.path != POLL_PATH or answer.status_code != httpx.codes.OK:
-                break
+            answer = await self._client.post(PULL_MESSAGES, content=body, headers=headers)
             if answer.content:
                 self._last_message = time.monotonic()
-                break
-            if time.monotonic() >= until or await request.is_disconnected():
-                break
+            over = time.monotonic() >= until or await request.is_disconnected()
+            if answer.content or answer.status_code != httpx.codes.OK or over:
+                return answer
             busy = time.monotonic() - self._last_message < BUSY_FOR_S
             await asyncio.sleep(BUSY_POLL_S if busy else IDLE_POLL_S)
-        kept = {
-            name: value for name, value in answer.headers.items() if name not in _HOP | {"content-encoding", "date"}
-        }
-        return Response(answer.content, answer.status_code, kept)
+
+    async def _activate(self, body: bytes, headers: dict[str, str]) -> httpx.Response:
+        """A SuperNode starts. If the SuperLink takes its dead predecessor for alive, that one goes first."""
+        answer = await self._client.post(ACTIVATE, content=body, headers=headers)
+        known = self._known_node()
+        if answer.status_code == STILL_ACTIVE and known:
+            await self._client.post(DEACTIVATE, content=deactivation(known), headers=headers)
+            answer = await self._client.post(ACTIVATE, content=body, headers=headers)
+        if answer.status_code == httpx.codes.OK:
+            self._memory.write_text(str(activated_node(answer.content)))
+        return answer
+
+    def _known_node(self) -> int:
+        try:
+            return int(self._memory.read_text())
+        except (OSError, ValueError):
+            return 0
 
     def app(self) -> Starlette:
         return Starlette(routes=[Route("/v1/fleet/{rest:path}", self.forward, methods=["POST"])])

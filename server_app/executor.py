@@ -24,7 +24,8 @@ from fedplat.errors import FedplatError, JobError, UsageError
 from fedplat.files import write_file
 from fedplat.flower import empty_run
 from fedplat.flower.control import ACTION_KEY, Control
-from fedplat.flower.tasks import SERVER_TASK, RunGrid, RunStopped, RuntimeApi, Task, TaskLost, TaskQueue
+from fedplat.flower.run_grid import RunGrid
+from fedplat.flower.tasks import SERVER_TASK, RunStopped, RuntimeApi, Task, TaskLost, TaskQueue
 from fedplat.job import Job
 from fedplat.rundir import RunDirectory, new_run_path
 from fedplat.wire import JOB_KEY

@@ -139,17 +139,18 @@ class SiteGrid(Grid):
         """The replies that are there. Sends again what seems lost."""
         wanted = {message_id: self._asked[message_id] for message_id in message_ids if message_id in self._asked}
         self._send_again(wanted.values())
-        found = []
-        for first, asked in wanted.items():
-            for reply in self._grid.pull_messages(asked.ids):
-                if self._is_answer(reply):
-                    del self._asked[first]
-                    now_answers(reply, first)
-                    found.append(reply)
-                    break
+        sent = {message_id: asked for asked in wanted.values() for message_id in asked.ids}
+        answers = []
+        for reply in self._grid.pull_messages(list(sent)):
+            asked = sent[reply.metadata.reply_to_message_id]
+            if self._is_answer(reply):
+                self._asked.pop(asked.first, None)
+                now_answers(reply, asked.first)
+                answers.append(reply)
+            else:
                 asked.ids.remove(reply.metadata.reply_to_message_id)
                 asked.again_at = min(asked.again_at, time.monotonic() + SOON_S)
-        return found
+        return answers
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         pending = set(self.push_messages(messages))

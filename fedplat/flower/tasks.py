@@ -9,11 +9,9 @@ down lets a restarted process go on where it was killed.
 """
 
 import base64
-import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +25,7 @@ from flwr.common.serde import context_from_proto, message_from_proto, message_to
 from flwr.proto.log_pb2 import PushLogsRequest
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest
-from flwr.proto.node_pb2 import Node, NodeInfo
+from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullAppMessagesRequest,
@@ -62,7 +60,6 @@ from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
 
 from fedplat.errors import FedplatError
 from fedplat.files import write_file
@@ -142,6 +139,18 @@ class TaskQueue:
 
     def close(self) -> None:
         self._client.close()
+
+
+def fetch(client: RuntimeHttpClient, ids: list[str], node: Node, run_id: int) -> dict[str, bytes]:
+    """The parts of a message. One that is not there yet is asked for again soon: Flower's default is after a second."""
+    return pull_objects(
+        ids,
+        make_pull_object_fn_protobuf(client.PullObject, node, run_id),
+        max_time=PATIENCE_S,
+        max_tries_per_object=None,
+        initial_backoff=0.02,
+        backoff_cap=0.5,
+    )
 
 
 class Heartbeat:
@@ -282,7 +291,7 @@ class ClientTask(Task):
             raise FedplatError(f"the message has {len(ids)} parts, more than the job's model can have: not fetched")
         node = Node(node_id=assignment.node_id)
         try:
-            contents = pull_objects(ids, make_pull_object_fn_protobuf(self.client.PullObject, node, assignment.run_id))
+            contents = fetch(self.client, ids, node, assignment.run_id)
         except Exception as error:  # whatever Flower raises here, the message is not to be had
             raise MessageLost(f"the message can't be fetched: {type(error).__name__}: {error}") from None
         message = inflate_object_from_contents(assignment.message_id, contents)
@@ -329,40 +338,3 @@ class ClientTask(Task):
                 object_ids_to_push=set(pushed.objects_to_push),
             )
         self.finish()
-
-
-class RunGrid(HttpGrid):
-    """Flower's Grid to real nodes, with waits that end and one reply in memory at a time."""
-
-    def __init__(self, api: RuntimeApi, token: str, run: Run) -> None:
-        require_checked_version()
-        super().__init__(api.address, insecure=False, root_certificates=api.root_certificates, token=token)
-        self._retry_invoker = patient_invoker()
-        self.set_run(run)
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        with _while_running():
-            return super().get_nodes()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        with _while_running():
-            return super().push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The first reply that is there: a cohort of large models need not fit into memory."""
-        with _while_running():
-            for message_id in message_ids:
-                found = list(super().pull_messages([message_id]))
-                if found:
-                    return found
-            return []
-
-
-@contextlib.contextmanager
-def _while_running() -> Iterator[None]:
-    try:
-        yield
-    except httpx.HTTPStatusError as error:
-        if error.response.status_code in GONE:
-            raise RunStopped from None
-        raise

@@ -14,7 +14,8 @@ from flwr.app import Message, RecordDict
 
 from fedplat import wire
 from fedplat.consortium.signed_job import SignedJob
-from fedplat.flower.tasks import SERVER_TASK, RunGrid, RuntimeApi, Task, TaskQueue
+from fedplat.flower.run_grid import RunGrid
+from fedplat.flower.tasks import SERVER_TASK, RuntimeApi, Task, TaskQueue
 from fedplat.job import Job
 from fedplat.tasks import load_task
 from fedplat.wire import Identity
