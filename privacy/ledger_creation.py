@@ -12,13 +12,26 @@ from pathlib import Path
 
 from fedplat.errors import UsageError
 from fedplat.files import sync_directory
-from privacy.ledger_counter import Counter, Head
+from privacy.ledger_counter import Counter, Head, LedgerTampered
 from privacy.ledger_schema import create_tables, in_words, open_engine
 from privacy.ledger_store import Transaction
 
 
 def default_counter(path: Path) -> Path:
     return path.with_name(path.name + ".counter")
+
+
+def refuse_missing(path: Path, counter: Counter) -> None:
+    """A ledger that is not there: never made, or gone?"""
+    if path.exists():
+        return
+    note = counter.read()
+    if note is not None and note.generation > 1:
+        raise LedgerTampered(
+            f"{path}: the ledger is gone; its counter {counter.path} has seen entry {note.after.seq}. "
+            "Put back the newest copy of it"
+        )
+    raise UsageError(f"{path}: no ledger there. Make one with: fedplat budget --init")
 
 
 def create_file(path: Path, site: str, counter: Path) -> None:

@@ -89,13 +89,25 @@ def adjust_account(transaction: Transaction, terms: Terms) -> None:
 
 
 def reserve(transaction: Transaction, charge: Charge, cap: Cap, costs: Costs) -> Reservation | Refusal:
+    book, found = examine(transaction, charge, cap, costs)
+    if not isinstance(found, dict):
+        return found
+    token = found["token"] = secrets.token_hex(16)
+    transaction.append(book, charge.account, "reserve", found)
+    return Reservation(token, transaction.head.seq, charge.account, found["event"])
+
+
+def examine(
+    transaction: Transaction, charge: Charge, cap: Cap, costs: Costs
+) -> tuple[Book, dict[str, Any] | Reservation | Refusal]:
+    """What `reserve` would do now: write this entry, find the job's reservation, or refuse."""
     book = transaction.book(charge.account).at(transaction.now)
     _check_charge(book, charge)
     digest, text = transaction.event(charge.event)
     if charge.purpose == "job":
-        existing = _whole_job(transaction, charge, digest)
+        existing = whole_job(transaction, charge)
         if existing is not None:
-            return existing
+            return book, existing
     key = (digest, book.order, book.relation, book.epsilon)
     if key not in costs:
         costs[key] = _cost(book, text)
@@ -103,9 +115,8 @@ def reserve(transaction: Transaction, charge: Charge, cap: Cap, costs: Costs) ->
     earlier = transaction.job_tallies(book, charge.identity.job)
     error = _over_cap(book, charge, cap, earlier) or refusal(book, rdp, slack)
     if error is not None:
-        return Refusal(charge.account, error)
-    token = secrets.token_hex(16)
-    body = {
+        return book, Refusal(charge.account, error)
+    return book, {
         "identity": asdict(charge.identity),
         "purpose": charge.purpose,
         "event": digest,
@@ -114,11 +125,8 @@ def reserve(transaction: Transaction, charge: Charge, cap: Cap, costs: Costs) ->
         "delta_slack": charge.delta_slack,
         "insecure_noise": charge.insecure_noise,
         "note": charge.note,
-        "token": token,
         "earlier": earlier,
     }
-    transaction.append(book, charge.account, "reserve", body)
-    return Reservation(token, transaction.head.seq, charge.account, digest)
 
 
 def _check_charge(book: Book, charge: Charge) -> None:
@@ -143,8 +151,9 @@ def _cost(book: Book, event_json: str) -> FilterCharge:
     return cost
 
 
-def _whole_job(transaction: Transaction, charge: Charge, digest: str) -> Reservation | None:
+def whole_job(transaction: Transaction, charge: Charge) -> Reservation | None:
     """The same job asks again, after a restart: what it reserved is still reserved. For another event it is refused."""
+    digest, _ = transaction.event(charge.event)
     entry = transaction.job_reservation(charge.account, charge.identity.job)
     if entry is None:
         return None

@@ -66,7 +66,7 @@ def _drive(
         raise UsageError(f"{run.path}: its checkpoints belong to another job than its job.toml (edited or copied?)")
     log = EventLog(run.events_file, listeners)
     try:
-        driver = Driver(job, grid, strategy, model, run, log)
+        driver = Driver(job, grid, strategy, model, run, log, real_sites=where == "flower")
         if checkpoint is not None:
             driver.restore(checkpoint)
         if not any(isinstance(event, RunStarted) for event in read_events(run.events_file)):
