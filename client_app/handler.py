@@ -21,7 +21,7 @@ from client_app.charges import Purpose
 from client_app.client_level import clip_update
 from client_app.dp_sgd import PrivateTrainer, Randomness, RandomnessSource
 from client_app.local import Corrections, LocalResult, LocalTrainer
-from client_app.private_model import require_private_model
+from client_app.private_model import require_private_model, require_separate_metrics
 from client_app.released_metrics import release_metrics
 from client_app.scaffold import ControlVariates
 from client_app.schedule import learning_rate
@@ -81,8 +81,9 @@ class Handler:
 
     def _make_trainer(self) -> tuple[PrivateTrainer | None, LocalTrainer]:
         """The trainer of single examples' privacy where the job wants it, and the plain one."""
-        job, plan = self.job, self.plan
-        private = None
+        job, plan, private = self.job, self.plan, None
+        if plan is not None and plan.section.evaluation_noise is not None:
+            require_separate_metrics(self.model, self.task, self.data.examples)
         if plan is not None and plan.section.unit == "sample":
             require_private_model(self.model, self.task, self.data.examples, job.task.freeze)
             private = PrivateTrainer(job, plan, self.task, self.model, self.device)

@@ -131,6 +131,7 @@ class Ledger:
         """The same for many accounts, in one transaction."""
         with self._writing() as transaction:
             transaction.load(term.account for term in terms)
+            posting.require_one_unit(transaction, terms)
             for term in terms:
                 known = transaction.last(term.account) is not None
                 (posting.adjust_account if known else posting.open_account)(transaction, term)

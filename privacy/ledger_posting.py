@@ -45,6 +45,25 @@ def open_account(transaction: Transaction, terms: Terms) -> None:
     transaction.append(book, terms.account, "budget", limits)
 
 
+def require_one_unit(transaction: Transaction, terms: Sequence[Terms]) -> None:
+    """Refuse a dataset that has spent under another unit: what is released about all that a site holds is released
+    about each of its examples, so a fresh account would be a second budget for the same data."""
+    limited = [term for term in terms if term.budget is not None]
+    if not limited:  # a simulation has an account per client, and no budget
+        return
+    names = transaction.names()
+    transaction.load(names)
+    spent = [book for book in map(transaction.book, names) if book.totals.releases]
+    for term in limited:
+        same = [book for book in spent if book.dataset == term.dataset and book.account != term.account]
+        others = [book.unit for book in same if book.unit != term.unit]
+        if others:
+            raise UsageError(
+                f"{term.account}: the dataset '{term.dataset}' has spent under the unit '{others[0]}', and its budget is "
+                f"counted there. Put unit = '{others[0]}' back"
+            )
+
+
 def declaration(terms: Terms) -> tuple[dict[str, Any], dict[str, Any]]:
     """Bodies of an account's first two entries."""
     genesis = {"dataset": terms.dataset, "unit": terms.unit, "relation": terms.relation}
