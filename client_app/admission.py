@@ -11,6 +11,7 @@ jobs pass too (plain Flower), private ones don't.
 """
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,7 +165,18 @@ def require_door(site: "Site", job: Job) -> Path | None:
             "task.init_from without task.init_sha256: a site opens a file that a job names only if the job says what "
             "is in it. Give its SHA-256"
         )
+    _require_few_steps(site, job)
     return None if dataset.dir is None else site.path.parent / dataset.dir
+
+
+def _require_few_steps(site: "Site", job: Job) -> None:
+    """With much noise a million steps cost almost no ε, and a site's day."""
+    rate = job.privacy.sample_rate if job.privacy is not None else None
+    steps = job.local.steps or (math.ceil((job.local.epochs or 1) / rate) if rate else 0)
+    if steps > site.policy.max_steps:
+        raise UsageError(
+            f"policy.max_steps: a round has {steps} local steps, site '{site.name}' allows {site.policy.max_steps}"
+        )
 
 
 @contextmanager

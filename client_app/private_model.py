@@ -103,7 +103,8 @@ def _distinct_targets(all_targets: Tensor, few: Tensor, generator: torch.Generat
     picks = seen[torch.linspace(0, len(seen) - 1, min(PROBES, len(seen))).round().long()]
     width = few[0].numel()
     order = (torch.arange(len(few)).unsqueeze(1) + torch.arange(width)) % len(picks)
-    return picks[order].reshape(few.shape).to(few.dtype)
+    targets: Tensor = picks[order].reshape(few.shape).to(few.dtype)
+    return targets
 
 
 def _require_valid_layers(model: nn.Module, freeze: tuple[str, ...]) -> None:
@@ -163,8 +164,8 @@ def _plain_losses(model: nn.Module, task: Task, inputs: Tensor, targets: Tensor,
 
 def _coupled() -> UsageError:
     return UsageError(
-        f"task or model: the loss of one example depends on others in its batch (batch statistics, class weights, mixing "
-        f"augmentation?), so clipping single examples protects nobody: it can't be trained with {UNIT}"
+        f"task or model: the loss of one example depends on others in its batch (batch statistics, class weights, "
+        f"mixing augmentation?), so clipping single examples protects nobody: it can't be trained with {UNIT}"
     )
 
 

@@ -8,6 +8,7 @@ for the task means no training, and the server gets a polite refusal. In a simul
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flwr.app import Context
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # accountants and ledger take a second to load, and other job
 
 logger = logging.getLogger(__name__)
 FEWEST_EXAMPLES = 2
+_warned: set[tuple[Path, str]] = set()
+"""Datasets of which a δ that is too large was told once."""
 
 
 @contextmanager
@@ -57,6 +60,7 @@ def spending(
     site = required_site()
     require_agreement(site, job, plan.section, identity)
     with open_site_ledger(site) as ledger:
+        _warn_about_delta(site, job, plan, examples)
         reservations = _reserve(ledger, site, job, plan, identity, purpose, examples, alone)
         try:
             with _silent_failures():
@@ -66,6 +70,18 @@ def spending(
                 ledger.commit(reservations, "failed")
             raise
         ledger.commit(reservations)
+
+
+def _warn_about_delta(site: "Site", job: Job, plan: "PrivacyPlan", examples: int) -> None:
+    """Tell the site, and nobody else, that its budget's δ protects nobody among so many examples."""
+    from privacy.plan import delta_warning
+    from privacy.site_budgets import dataset_for
+
+    name = dataset_for(site, job.task.name)
+    warning = delta_warning(site.datasets[name].delta, examples, "examples here")
+    if warning is not None and plan.section.unit == "sample" and (site.path, name) not in _warned:
+        _warned.add((site.path, name))
+        logger.warning("%s: datasets.%s.%s", site.path, name, warning)
 
 
 def require_enough_examples(plan: "PrivacyPlan", purpose: Purpose, examples: int) -> None:

@@ -86,8 +86,8 @@ class PrivacySection(Section):
             raise ValueError("give privacy.epsilon (the noise is solved for it) or privacy.noise_multiplier")
         if self.noise_multiplier is not None and self.noise_multiplier < LEAST_NOISE and not self.insecure_noise:
             raise ValueError(
-                f"privacy.noise_multiplier must be at least {LEAST_NOISE:g} (got {self.noise_multiplier:g}): with less, ε "
-                "is beyond a hundred thousand, which protects nobody. Usual: 0.5 to 10"
+                f"privacy.noise_multiplier must be at least {LEAST_NOISE:g} (got {self.noise_multiplier:g}): with "
+                "less, ε is beyond a hundred thousand, which protects nobody. Usual: 0.5 to 10"
             )
         _only(self, "sample", "sample_rate", "max_batch", "participations")
         _only(self, "client", "min_separation")

@@ -59,8 +59,8 @@ def require_one_unit(transaction: Transaction, terms: Sequence[Terms]) -> None:
         others = [book.unit for book in same if book.unit != term.unit]
         if others:
             raise UsageError(
-                f"{term.account}: the dataset '{term.dataset}' has spent under the unit '{others[0]}', and its budget is "
-                f"counted there. Put unit = '{others[0]}' back"
+                f"{term.account}: the dataset '{term.dataset}' has spent under the unit '{others[0]}', and its budget "
+                f"is counted there. Put unit = '{others[0]}' back"
             )
 
 

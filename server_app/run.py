@@ -15,7 +15,7 @@ from fedplat.tasks import load_task
 from server_app.checkpoint import CheckpointStore
 from server_app.driver import Driver
 from server_app.evaluation import GlobalModel
-from server_app.spending import ledger_identity, require_own_ledger
+from server_app.spending import ledger_identity, require_own_ledger, witnesses_of
 from server_app.strategies import build_strategy, require_dtypes
 
 Where = Literal["simulation", "flower"]
@@ -88,5 +88,6 @@ def _started(job: Job, run: RunDirectory, model: GlobalModel, where: Where) -> R
         parameters=model.num_parameters,
         where=where,
         ledger=ledger_identity(run) if job.privacy is not None else None,
+        witnesses=witnesses_of(job),
         versions={"fedplat": __version__, "python": platform.python_version(), **libraries},
     )

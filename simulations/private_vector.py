@@ -33,7 +33,7 @@ MOST_ELEMENTS = 1 << 25
 """Per-example gradients of one step of a stack (128 MB): more clients than that go one by one."""
 
 MOST_FP32_SUMMANDS = 63
-"""So many clipped gradients may be added up in fp32, in any order. With n summands of norm ≤ C and u = 2⁻²⁴, the products
+"""So many clipped gradients may be added up in fp32, in any order. With n summands of norm ≤ C and u = 2⁻²⁴, products
 and sums round each coordinate by at most (n + 2)·u times the sum of magnitudes (Higham 2002, §4.2), the whole sum by
 (n + 2)·n·u·C; two neighbouring sums by twice that, which for n ≤ 63 is below 2⁻¹¹·C: half of `ROUNDING_MARGIN`."""
 

@@ -11,6 +11,7 @@ import pytest
 from flwr.app import Message, RecordDict
 
 from client_app import handler as handlers
+from client_app import spending
 from client_app.admission import admitted
 from client_app.handler import handle_admit, handle_evaluate, handle_train, handler_for
 from fedplat import wire
@@ -331,3 +332,28 @@ def test_a_virtual_client_admits_everything_and_pays_nothing(job_with, at_site):
     knock(job_with(**CLIENTS), 0, "query.admit", **{wire.SIMULATED: True})
     with Ledger.open(ledger) as opened:
         assert opened.accounts() == []
+
+
+def test_a_round_that_takes_a_sites_day_is_refused_however_little_it_costs(job_with, at_site, tmp_path):
+    at_site()
+    cheap = PRIVATE | {"privacy__noise_multiplier": 1e6}
+    assert "policy.max_steps: a round has 1000000 local steps" in refusal(job_with(**cheap, local__steps=1_000_000))
+    rare = cheap | {"privacy__sample_rate": 1e-5, "local__steps": None, "local__epochs": 2}
+    assert "policy.max_steps: a round has 200000 local steps" in refusal(job_with(**rare))
+    file = tmp_path / "site.toml"
+    file.write_text(file.read_text() + "[policy]\nmax_steps = 4\n")
+    assert "site 'hospital' allows 4" in refusal(job_with(**PRIVATE, local__steps=5))
+
+
+def test_a_sites_own_log_says_that_its_delta_protects_nobody(job_with, at_site, caplog, monkeypatch):
+    at_site()
+    monkeypatch.setattr(spending, "_warned", set())
+    for rows, warned in ((100_000, False), (100, False)):
+        monkeypatch.setattr(Placed, "rows", rows)
+        handlers._warm.clear()
+        knock(job_with(job__seed=rows, **PRIVATE), arrays=True)
+        assert ("is not below 1/" in caplog.text) == warned
+    file = Path(os.environ[ENVIRONMENT])
+    file.write_text(file.read_text().replace("[datasets.wards]", "[datasets.others]").replace("1e-5", "0.02"))
+    knock(job_with(job__seed=3, **PRIVATE), arrays=True)
+    assert "datasets.others.delta = 0.02 is not below 1/100 (examples here)" in caplog.text

@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
-from dp_accounting import ComposedDpEvent
+from dp_accounting import ComposedDpEvent, get_epsilon_gaussian
 
 from privacy.accountants import pld
 from privacy.accountants.pld import pld_epsilon
+from privacy.accountants.prv import prv_epsilon
 from privacy.accountants.rdp import NotTaken
 from privacy.accountants.running import least_epsilon
-from privacy.accounting import RunningEpsilon, epsilon, epsilons
-from privacy.events import dp_sgd
+from privacy.accounting import RunningEpsilon, added_up, composed_epsilon, epsilon, epsilons
+from privacy.events import dp_sgd, gaussian
 
 
 def test_many_releases_by_pld_are_what_few_would_add_up_to():
@@ -40,3 +41,30 @@ def test_a_running_epsilon_beyond_all_measure_is_no_smaller_than_plds():
     mass = np.zeros(400_000)
     mass[-1] = 1.0  # one loss of 2,000, surely
     assert least_epsilon(0, 0.005, mass, 0.0, 1e-5) == pytest.approx(0.005 * 399_999 + np.log1p(-1e-5), abs=1e-6)
+
+
+def test_somebody_in_several_datasets_loses_what_all_of_them_release():
+    """Sequential composition: order and split of releases over datasets don't matter, and one more costs more."""
+    first, second = dp_sgd(0.01, 1.1, 1000), gaussian(5.0, 3)
+    both = composed_epsilon([first, second], 1e-5)
+    assert both == pytest.approx(composed_epsilon([second, first], 1e-5), rel=1e-6)
+    assert composed_epsilon([dp_sgd(0.01, 1.1, 400), dp_sgd(0.01, 1.1, 600)], 1e-5) == pytest.approx(
+        epsilon(first, 1e-5), rel=1e-6
+    )
+    assert max(epsilon(first, 1e-5), epsilon(second, 1e-5)) < both
+    assert composed_epsilon([], 1e-5) == 0 and composed_epsilon([first], 1e-5) == epsilon(first, 1e-5)
+
+
+def test_adding_up_claims_is_never_less_than_composing_their_events():
+    parts, delta = [dp_sgd(0.01, 1.1, 1000), gaussian(5.0, 3), dp_sgd(0.05, 2.0, 200)], 1e-6
+    total, deltas = added_up([(epsilon(part, delta), delta) for part in parts])
+    assert deltas == pytest.approx(3e-6) and composed_epsilon(parts, deltas) <= total
+    assert added_up([]) == (0.0, 0.0)
+
+
+def test_prv_gives_no_figure_where_it_would_be_cut_off():
+    """Opacus returns 709.78, the logarithm of the largest float, for every ε beyond it: less than is true."""
+    with pytest.raises(NotTaken, match="leaves a float's range"):
+        prv_epsilon(gaussian(0.05, 3), 1e-5)
+    assert epsilons(gaussian(0.05, 3), 1e-5).prv is None
+    assert prv_epsilon(gaussian(0.1, 3), 1e-5) == pytest.approx(get_epsilon_gaussian(0.1 / 3**0.5, 1e-5), abs=0.02)
