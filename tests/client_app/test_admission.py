@@ -282,7 +282,7 @@ def test_a_model_is_not_read_from_a_pipe(job_with, at_site, tmp_path, caplog):
     settings = {"task__init_from": str(tmp_path / "pipe"), "task__init_sha256": "0" * 64}
     with caplog.at_level(logging.ERROR), pytest.raises(JobError):
         knock(job_with(**settings, **PRIVATE))
-    assert "is no regular file" in caplog.text
+    assert "it is no regular file" in caplog.text
 
 
 def test_shared_files_are_dealt_out_as_in_a_simulation(job_with, at_site):
