@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: demo test lint fast bench bench-simulation bench-privacy bench-mcmahan clean help
+.PHONY: demo test nginx lint fast bench bench-simulation bench-privacy bench-mcmahan clean help
 
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -12,9 +12,15 @@ help:            ## show this list
 demo: $(READY)   ## 200 virtual clients learn handwritten digits
 	$(BIN)/fedplat simulate
 
-test: $(READY)   ## lint, types, import contracts and all tests
+test: $(READY) nginx  ## lint, types, import contracts and all tests
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest
+
+nginx:           ## the server's front; installed where the machine has apt and we are root
+	@PATH="$$PATH:/usr/sbin" command -v nginx >/dev/null || { \
+	  command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nginx-light >/dev/null; } || \
+	  echo "nginx is not installed: tests of real federations will be skipped (apt-get install nginx-light)"
 
 fast: $(READY)   ## the tests that take no more than a few seconds each
 	$(BIN)/python -m pytest -m "not slow"

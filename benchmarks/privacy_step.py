@@ -39,7 +39,7 @@ def clipping_step(subject: Subject, size: int) -> Callable[[], None]:
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=MOMENTUM)
 
     def step() -> None:
-        clipped.reset()
+        clipped.reset(size, CLIP)
         for rows in torch.arange(size).split(clipped.micro_batch):
             whole = len(rows) == size
             xs, ys = (inputs, targets) if whole else (inputs[rows], targets[rows])

@@ -35,7 +35,7 @@ from fedplat.consortium.roster_file import RosterFile
 from fedplat.consortium.signed_job import SignedJob
 from fedplat.errors import FedplatError, UsageError
 from fedplat.flower import error_reply
-from fedplat.flower.tasks import CLIENT_TASK, Assignment, ClientTask, RuntimeApi, TaskLost, TaskQueue
+from fedplat.flower.tasks import CLIENT_TASK, Assignment, ClientTask, MessageLost, RuntimeApi, TaskLost, TaskQueue
 from fedplat.job import Job
 from fedplat.wire import Identity
 from privacy.site_budgets import ENVIRONMENT, dataset_for, load_site
@@ -55,23 +55,24 @@ class Agent:
     def __init__(self, kit: "SiteKit") -> None:
         self._kit, self._site = kit, load_site(kit.site_file)
         os.environ[ENVIRONMENT] = str(kit.site_file)  # the door and the ledger of this process
-        self._state = kit.state
+        self._state = kit.state_folder
         self._state.mkdir(mode=0o700, exist_ok=True)
         self._lock = _lock(self._state / "agent.lock")
-        self._roster = RosterFile(kit.roster_file, kit.authority)
+        self._roster = RosterFile(kit.roster, kit.authority)
         self._audit = AuditLog(self._state / "audit.jsonl")
         self._replies = ReplyStore(self._state / "replies")
         self._memory = SiteMemory(self._state / "memory")
-        self._statements = Statements(self._site, SigningKey.load(kit.identity_key), self._state / "heads.json")
+        self._statements = Statements(self._site, SigningKey.load(kit.identity), self._state / "heads.json")
         self._task_file = self._state / "task.json"
         self._handlers: dict[str, Handler] = {}
-        self._api = RuntimeApi(kit.node_address, kit.local_certificate.read_bytes(), kit.executor_secret.read_bytes())
+        address, certificate = f"127.0.0.1:{kit.node_port}", kit.local_certificate.read_bytes()
+        self._api = RuntimeApi(address, certificate, kit.superexec_secret.read_bytes())
         if kit.name != self._site.name:
             raise UsageError(f"{kit.site_file}: is the file of site '{self._site.name}', this kit is of '{kit.name}'")
 
     def run(self) -> None:
         """Serve until the process is told to stop."""
-        self._audit.note("started", site=self._site.name, roster=self._roster.current.version)
+        self._audit.note("started", about={"site": self._site.name, "roster": self._roster.current.version})
         self._go_on()
         queue = TaskQueue(self._api, CLIENT_TASK)
         try:
@@ -103,45 +104,40 @@ class Agent:
         if assignment is None:
             return
         with ClientTask(self._api, assignment.token) as task:
+            task.go_on(assignment)
             self._serve(task, assignment)
 
     def _serve(self, task: ClientTask, assignment: Assignment) -> None:
         try:
-            message, reply = self._answer(task, assignment)
-            task.answer(assignment, reply)
-        except TaskLost as error:  # the SuperNode restarted, or the run was stopped: the server will ask again
-            logger.warning("%s", error)
-        except Exception:
-            logger.exception("the reply could not be handed to the SuperNode")
+            task.answer(assignment, self._answer(task, assignment))
+        except Exception as error:  # the SuperNode restarted, or the run was stopped: the server will ask again
+            logger.warning("the reply could not be handed to the SuperNode: %s: %s", type(error).__name__, error)
         self._task_file.unlink(missing_ok=True)
 
-    def _answer(self, task: ClientTask, assignment: Assignment) -> tuple[Message, Message]:
-        """The message and its reply: an update, or a refusal in words."""
-        handler: Handler | None = None
+    def _answer(self, task: ClientTask, assignment: Assignment) -> Message:
+        """The reply to a message: an update, or a refusal in words."""
+        message = assignment.empty_message()
+        kind = message.metadata.message_type
         try:
-            signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
-            job = signed.verified(self._roster.current)
-            require_allowed(self._site, signed, job)
-            handler = self._handler(job)
-            refusal = None
-        except FedplatError as error:
-            refusal = error
-        message = task.pull_message(assignment, most_objects(handler.expected()) if handler else 64)
-        try:
-            if refusal is not None:
-                raise refusal
-            assert handler is not None
+            handler = self._handler(*self._signed_job(assignment))
+            message = task.pull_message(assignment, most_objects(handler.expected()))
             content = self._respond(message, handler)
-        except NotYet as reason:
-            return message, Message(self._with_statement(_again(str(reason))), reply_to=message)
+        except (NotYet, MessageLost) as reason:
+            return Message(self._with_statement(_again(str(reason))), reply_to=message)
         except FedplatError as error:
-            self._audit.note("refused", str(error)[:500], kind=message.metadata.message_type)
-            return message, error_reply(message, str(error))
+            self._audit.note("refused", str(error)[:500], {"kind": kind})
+            task.await_message(assignment)
+            return error_reply(message, str(error))
         except Exception:
             logger.exception("request failed")
-            self._audit.note("failed", "an error that is in the site's own log", kind=message.metadata.message_type)
-            return message, error_reply(message, "the site could not serve this request: the reason is in its own log")
-        return message, Message(self._with_statement(content), reply_to=message)
+            self._audit.note("failed", "an error that is in the site's own log", {"kind": kind})
+            task.await_message(assignment)
+            return error_reply(message, "the site could not serve this request: the reason is in its own log")
+        return Message(self._with_statement(content), reply_to=message)
+
+    def _signed_job(self, assignment: Assignment) -> tuple[SignedJob, Job]:
+        signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
+        return signed, signed.verified(self._roster.current)
 
     def _respond(self, message: Message, handler: Handler) -> RecordDict:
         kind = message.metadata.message_type
@@ -161,13 +157,18 @@ class Agent:
     def _release(
         self, handler: Handler, identity: Identity, digest: str, content: RecordDict, kind: Literal["train", "evaluate"]
     ) -> RecordDict:
-        about = {"job": identity.job, "round": identity.round, "attempt": identity.attempt, "kind": kind}
+        about: dict[str, str | int] = {
+            "job": identity.job,
+            "round": identity.round,
+            "attempt": identity.attempt,
+            "kind": kind,
+        }
         known = self._replies.begin(identity, kind, digest)
         if known is not None:
-            self._audit.note("repeated", "the same request, the same reply", **about)
+            self._audit.note("repeated", "the same request, the same reply", about)
             return known
         self._require_evaluations(handler, kind)
-        self._audit.note("admitted", **about)
+        self._audit.note("admitted", about=about)
         rows = handler.data.rows(identity.client)
         size = len(rows.train if kind == "train" else rows.holdout)
         with spending(handler.job, handler.plan, identity, None, kind, size, alone=True):
@@ -180,7 +181,7 @@ class Agent:
                 self._memory.save(handler.job, memory)
                 self._replies.write(identity, kind, reply)
         self._replies.settle(identity, kind)
-        self._audit.note("released", **about)
+        self._audit.note("released", about=about)
         return reply
 
     def _require_evaluations(self, handler: Handler, kind: str) -> None:
@@ -196,8 +197,9 @@ class Agent:
     def _client(self, job: Job) -> str:
         return own_client(job, self._site.name)
 
-    def _handler(self, job: Job) -> Handler:
-        """The warm handler of a job; two are kept, each holds a data set."""
+    def _handler(self, signed: SignedJob, job: Job) -> Handler:
+        """The warm handler of a job that is allowed here; two are kept, each holds a data set."""
+        require_allowed(self._site, signed, job)
         if job.digest not in self._handlers:
             dataset = self._site.datasets[dataset_for(self._site, job.task.name)]
             owner = self._client(job) if dataset.share == "whole" else None

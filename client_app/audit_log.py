@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +27,9 @@ class AuditLog:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.seq, self.head = _last(path)
 
-    def note(self, decision: Decision, reason: str = "", **about: str | int | float) -> None:
+    def note(self, decision: Decision, reason: str = "", about: Mapping[str, str | int] | None = None) -> None:
         """Write a decision down, durably, before it takes effect."""
-        entry = {"seq": self.seq + 1, "time": time.time(), "decision": decision, "reason": reason, **about}
+        entry = {"seq": self.seq + 1, "time": time.time(), "decision": decision, "reason": reason, **(about or {})}
         line = canonical.dumps(entry | {"previous": self.head})
         os.write(self._file, line.encode() + b"\n")
         os.fdatasync(self._file)

@@ -5,20 +5,21 @@ with respect to the *outputs* of layers, get each example's gradient norm from a
 (`client_app.layer_gradients`), then form the clipped sum once, as one matrix product per layer.
 
 Invariants: an example whose gradient has a NaN or an infinity contributes exactly nothing; every other example
-contributes a vector of norm ≤ C; all trainable parameters count in the norm, whatever layer they are in. Norms and sums
-are taken in float64: in fp32 the rounding of a large sum depends on every example in it, and moves by more than C when
-one is added (Casacuberta et al. 2022, "Widespread underestimation of sensitivity").
+contributes a vector of norm ≤ C; all trainable parameters count in the norm, whatever layer they are in. Norms are
+taken in float64. So are sums, but for steps of few examples, where `client_app.weighted_sums` proves that fp32 does.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from client_app.layer_gradients import Kernel, kernel_for
+from client_app.weighted_sums import SMALLEST_WEIGHT, may_use_fp32
 from fedplat.errors import UsageError
 
 NORM_MARGIN = 1e-5
@@ -42,36 +43,56 @@ class ClippedSum:
 
     def __init__(self, model: nn.Module) -> None:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        parameters = list(self._named.values())
-        size, device = sum(p.numel() for p in parameters), parameters[0].device
-        self.total = torch.zeros(size, dtype=torch.float64, device=device)
-        """The sum, before noise."""
+        self._parameters = list(self._named.values())
+        size, device = sum(p.numel() for p in self._parameters), self._parameters[0].device
         self.flat = torch.zeros(size, device=device)
         """What parameters' gradients are views of: what `total` has become after noise."""
-        self._views = dict(zip(parameters, _split(self.flat, parameters), strict=True))
-        self._sums = dict(zip(parameters, _split(self.total, parameters), strict=True))
+        self._wide = torch.from_numpy(np.zeros(size)).to(device)  # NumPy's zeros take no memory until written to
+        self.total = self._wide
+        """The sum, before noise: in float64, or `flat` itself while a step is summed in fp32."""
+        self._examples = 0
         self._calls: list[_Call] = []
         self._listening = False
-        self._kernels = _kernels(model, self._sums)
+        self._kernels = _kernels(model, self._split(self.total))
         kept = sum(kernel.kept_per_example for kernel in self._kernels.values())
         self.micro_batch = max(8, KEPT_ELEMENTS // kept) if kept else LARGEST_MICRO_BATCH
         """Examples per `add` at most: what kernels keep then has a constant size."""
         self._hooks = [layer.register_forward_hook(self._hook(kernel)) for layer, kernel in self._kernels.items()]
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
-        return self._views
+        return self._split(self.flat)
 
     def named_sums(self) -> dict[str, Tensor]:
-        return {name: self._sums[p] for name, p in self._named.items()}
+        sums = self._split(self.total)
+        return {name: sums[p] for name, p in self._named.items()}
+
+    def _split(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Views of a flat vector in the shapes of the parameters."""
+        parts = flat.split([p.numel() for p in self._parameters])
+        return {p: part.view(p.shape) for p, part in zip(self._parameters, parts, strict=True)}
 
     def detach(self) -> None:
         """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
 
-    def reset(self) -> None:
-        """Begin a step: whatever an interrupted one left behind is gone."""
+    def reset(self, examples: int | None = None, clip_norm: float = 1.0) -> None:
+        """Begin a step: whatever an interrupted one left behind is gone.
+
+        A step that tells how many examples it will add at most, and their clip norm, is summed in fp32 if it may be.
+        """
+        wanted = self.flat if examples is not None and self._may_use_fp32(examples, clip_norm) else self._wide
+        if wanted is not self.total:
+            self.total = wanted
+            views = self._split(wanted)
+            for layer, kernel in self._kernels.items():
+                kernel.write_to({n: views[p] for n, p in layer.named_parameters(recurse=False) if p in views})
         self.total.zero_()
+        self._examples = 0
+
+    def _may_use_fp32(self, examples: int, clip_norm: float) -> bool:
+        is_fp32 = all(p.dtype == torch.float32 for p in self._parameters)
+        return is_fp32 and may_use_fp32(examples, clip_norm, self.flat.device)
 
     def add(self, losses_of: Callable[[], Tensor], clip_norm: float) -> Tensor:
         """Add the clipped gradients of one micro-batch; returns each example's norm before clipping.
@@ -83,6 +104,9 @@ class ClippedSum:
         calls, self._calls = self._calls, []
         if len(losses) == 0 or not calls:
             return losses.new_zeros(0)
+        self._examples += len(losses)
+        if self.total is self.flat and not self._may_use_fp32(self._examples, clip_norm):
+            raise RuntimeError("more examples, or another clip norm, than the step was begun with: its sum is in fp32")
         received = torch.autograd.grad(losses.sum(), [call.edge for call in calls], allow_unused=True)
         with torch.no_grad():
             pairs = [(c, g) for c, g in zip(calls, received, strict=True) if g is not None]
@@ -101,8 +125,11 @@ class ClippedSum:
         factors = (clip_norm / (norms * (1 + NORM_MARGIN) + 1e-12)).clamp(max=1.0)
         # 0 · NaN is NaN: such an example must leave the product, not be weighted by zero.
         chosen = None if bool(finite.all()) else finite
+        weights = factors if chosen is None else factors[chosen]
+        if self.total is self.flat and bool((weights > SMALLEST_WEIGHT).all()):
+            weights = weights.float()
         for kernel, uses in layers.items():
-            kernel.add_weighted(uses, factors if chosen is None else factors[chosen], chosen)
+            kernel.add_weighted(uses, weights, chosen)
         return norms
 
     @contextmanager
@@ -134,14 +161,6 @@ class ClippedSum:
                     f"layer '{call.kernel.name}' ({call.kernel.kind}) does not have the batch along "
                     "its first axis, so examples can't be told apart: not possible with privacy.unit = 'sample'"
                 )
-
-
-def _split(flat: Tensor, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
-    """Views of a flat vector in the shapes of the parameters."""
-    start = 0
-    for parameter in parameters:
-        yield flat[start : start + parameter.numel()].view(parameter.shape)
-        start += parameter.numel()
 
 
 def _kernels(model: nn.Module, views: dict[nn.Parameter, Tensor]) -> dict[nn.Module, Kernel]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from client_app.clipping import ClippedSum
 from client_app.local import Corrections, LocalResult, make_optimizer
+from client_app.weighted_sums import SUM_MARGIN
 from fedplat.job import Job
 from fedplat.task import Examples, Task, example_losses
 from fedplat.wire import Identity
@@ -32,9 +33,10 @@ from privacy.randomness import Keystream, insecure_stream, secure_stream
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
 
-ROUNDING_MARGIN = 2.0**-10
-"""Noise is that much larger than the plan says: an example's own fp32 gradient may change in its last bits with its
-place in the batch. (Sums are taken in float64.)"""
+EXAMPLE_MARGIN = 2.0**-10
+"""An example's own fp32 gradient may change in its last bits with its place in the batch: a margin, not a proof."""
+ROUNDING_MARGIN = EXAMPLE_MARGIN + SUM_MARGIN
+"""Noise is that much (2⁻⁷) larger than the plan says, also where a sum is in float64: a batch's size is private."""
 WORTH_A_PROCESS = 1 << 17
 """Normals per step from which noise is made ahead on another core."""
 PURPOSES = ("sampling", "noise", "counts")
@@ -144,7 +146,7 @@ class PrivateTrainer:
 
     def _clipped_sum(self, examples: Examples, rows: Tensor, generator: torch.Generator, clip_norm: float) -> float:
         """One logical step: all of its micro-batches into one sum; returns how many norms were within the clip norm."""
-        self._sum.reset()
+        self._sum.reset(len(rows), clip_norm)
         below = 0.0
         if len(rows) == 0:  # not every model takes an empty batch, and none may fail on one
             return below

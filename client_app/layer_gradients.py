@@ -1,6 +1,6 @@
 """Per-example gradient norms and weighted gradient sums, layer by layer.
 
-A kernel knows one layer and the float64 views where its gradients are summed. `uses` are the (input, output
+A kernel knows one layer and the views where its gradients are summed. `uses` are the (input, output
 gradient) pairs of the layer's applications in one forward pass, the batch along the first axis. Linear layers never
 form a gradient per example. Small convolutions form them and keep them from the norm to the sum, which is cheaper
 than going back twice; `kept_per_example` says how much that is, and the caller chooses its micro-batches by it, so
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from client_app.weighted_sums import LARGEST_SQUARE, add_product, add_rows, chunks
 from fedplat.errors import UsageError
 
 Uses = list[tuple[Tensor, Tensor]]
-CHUNK_ELEMENTS = 1 << 18
-"""Numbers in one temporary of a kernel (1 MB): they stay in a core's cache."""
 LARGEST_KEPT = 1 << 18
 """Convolutions with more weights than this don't keep per-example gradients."""
 RUN = 512
@@ -38,8 +37,15 @@ class Kernel(Protocol):
         """‖gᵢ‖² of this layer's parameters for each example i."""
         ...
 
+    def write_to(self, views: Mapping[str, Tensor]) -> None:
+        """From now on sums are taken in these tensors, by parameter name, of fp32 or float64."""
+        ...
+
     def add_weighted(self, uses: Uses, weights: Tensor, chosen: Tensor | None) -> None:
-        """Add Σᵢ wᵢ·gᵢ over the chosen examples (a mask; None is all) into the layer's gradient views."""
+        """Add Σᵢ wᵢ·gᵢ over the chosen examples (a mask; None is all) into the layer's gradient views.
+
+        Weights in fp32 allow products in fp32, where `client_app.weighted_sums` bounds their error.
+        """
         ...
 
 
@@ -53,12 +59,6 @@ def kernel_for(name: str, layer: nn.Module, views: Mapping[str, Tensor]) -> Kern
 
 def _is_plain(layer: nn.Conv2d) -> bool:
     return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-
-
-def _chunks(size: int, elements: int) -> Iterator[slice]:
-    """Slices of the batch whose temporaries have about CHUNK_ELEMENTS numbers; `elements` is one example's."""
-    step = max(1, CHUNK_ELEMENTS // max(1, elements))
-    return (slice(start, min(size, start + step)) for start in range(0, size, step))
 
 
 def _square_sums(tensor: Tensor) -> Tensor:
@@ -82,15 +82,6 @@ def _gradient_squares(gradients: Tensor) -> Tensor:
     return _square_sums(runs) + _square_sums(flat[:, whole:])
 
 
-def _add_rows(total: Tensor, gradients: Tensor, weights: Tensor) -> None:
-    """total += Σᵢ wᵢ·gradientsᵢ in float64, a few columns at a time."""
-    flat, rows = total.view(-1), gradients.flatten(1)
-    width = max(1, CHUNK_ELEMENTS // (2 * max(1, len(rows))))
-    for start in range(0, flat.numel(), width):
-        part = slice(start, start + width)
-        flat[part].addmv_(rows[:, part].double().t(), weights)
-
-
 class LinearKernel:
     """y = xWᵀ + b. With one vector per example, ‖∇W‖ = ‖x‖·‖dy‖; with several, the cheaper of Gram matrices and ∇W."""
 
@@ -98,14 +89,20 @@ class LinearKernel:
 
     def __init__(self, name: str, layer: nn.Linear, views: Mapping[str, Tensor]) -> None:
         self.name, self.kind = name, type(layer).__name__
+        self._is_bounded = False
+        self.write_to(views)
+
+    def write_to(self, views: Mapping[str, Tensor]) -> None:
         self._weight, self._bias = views.get("weight"), views.get("bias")
 
     def squared_norms(self, uses: Uses) -> Tensor:
         inputs, gradients = _joined(uses)
+        self._is_bounded = False
         if inputs.shape[1] == 1:
-            of_gradients = _square_sums(gradients)
-            total = of_gradients if self._bias is not None else torch.zeros_like(of_gradients)
-            return total + _square_sums(inputs) * of_gradients if self._weight is not None else total
+            of_inputs, of_gradients = _square_sums(inputs), _square_sums(gradients)
+            self._is_bounded = bool(torch.maximum(of_inputs, of_gradients).max() < LARGEST_SQUARE)  # no NaN is below
+            factors = of_inputs + 1 if self._bias is not None else of_inputs
+            return of_gradients * (factors if self._weight is not None else 1.0)
         total = gradients.new_zeros(len(gradients), dtype=torch.float64)
         if self._bias is not None:
             total += _square_sums(gradients.sum(1))
@@ -115,11 +112,14 @@ class LinearKernel:
         return total
 
     def add_weighted(self, uses: Uses, weights: Tensor, chosen: Tensor | None) -> None:
+        """In fp32 only outer products of one input and one output gradient, neither of them extreme."""
+        dtype = weights.dtype if self._is_bounded else torch.float64
         for inputs, gradients in uses:
-            scaled = _rows(gradients, chosen).double() * weights.reshape(-1, *[1] * (gradients.dim() - 1))
+            column = weights.to(dtype).reshape(-1, *[1] * (gradients.dim() - 1))
+            scaled = _rows(gradients, chosen).to(dtype) * column
             flat = scaled.reshape(-1, scaled.shape[-1])
             if self._weight is not None:
-                self._weight.addmm_(flat.t(), _rows(inputs, chosen).reshape(-1, inputs.shape[-1]).double())
+                add_product(self._weight, flat, _rows(inputs, chosen).reshape(-1, inputs.shape[-1]))
             if self._bias is not None:
                 self._bias.add_(flat.sum(0))
 
@@ -140,7 +140,7 @@ def _product_norms(left: Tensor, right: Tensor) -> Tensor:
     columns = right.shape[2]
     by_gram = inner * (rows + columns) < rows * columns
     norms = []
-    for part in _chunks(len(left), inner * inner * 2 if by_gram else rows * columns):
+    for part in chunks(len(left), inner * inner * 2 if by_gram else rows * columns):
         a, b = left[part], right[part]
         if by_gram:  # ‖AB‖² = ⟨AᵀA, BBᵀ⟩; in double precision, because its terms may cancel
             a, b = a.double(), b.double()
@@ -159,11 +159,14 @@ class ConvKernel:
 
     def __init__(self, name: str, layer: nn.Conv2d, views: Mapping[str, Tensor]) -> None:
         self.name, self.kind, self.layer = name, type(layer).__name__, layer
-        self._weight, self._bias = views.get("weight"), views.get("bias")
+        self.write_to(views)
         is_small = self._weight is not None and self._weight.numel() <= LARGEST_KEPT
         self.kept_per_example = layer.weight.numel() if is_small else 0
         self._kept = torch.empty(0)
         self._patches = torch.empty(0)
+
+    def write_to(self, views: Mapping[str, Tensor]) -> None:
+        self._weight, self._bias = views.get("weight"), views.get("bias")
 
     def squared_norms(self, uses: Uses) -> Tensor:
         total = uses[0][1].new_zeros(len(uses[0][1]), dtype=torch.float64)
@@ -183,7 +186,7 @@ class ConvKernel:
         if len(self._kept) < size:
             self._kept = weight.new_empty(size, weight.shape[0], weight[0].numel())
         for use, (inputs, gradients) in enumerate(uses):
-            for part in _chunks(size, gradients[0, 0].numel() * weight[0].numel()):
+            for part in chunks(size, gradients[0, 0].numel() * weight[0].numel()):
                 patches, wanted = self._unfolded(inputs[part]), self._kept[part]
                 wanted.baddbmm_(gradients[part].flatten(2), patches.transpose(1, 2), beta=0 if use == 0 else 1)
         return _gradient_squares(self._kept[:size])
@@ -192,7 +195,7 @@ class ConvKernel:
         """Norms of a large layer, a few examples at a time."""
         positions = sum(gradients[0, 0].numel() for _, gradients in uses)
         norms = []
-        for part in _chunks(len(uses[0][0]), self.layer.weight[0].numel() * positions):
+        for part in chunks(len(uses[0][0]), self.layer.weight[0].numel() * positions):
             patches = torch.cat([self._unfolded(inputs[part]).clone() for inputs, _ in uses], 2)
             gradients = torch.cat([g[part].flatten(2) for _, g in uses], 2)
             norms.append(_product_norms(gradients, patches.transpose(1, 2)))
@@ -214,14 +217,14 @@ class ConvKernel:
 
     def add_weighted(self, uses: Uses, weights: Tensor, chosen: Tensor | None) -> None:
         if self.kept_per_example and self._weight is not None:
-            _add_rows(self._weight, _rows(self._kept[: len(uses[0][0])], chosen), weights)
+            add_rows(self._weight, _rows(self._kept[: len(uses[0][0])], chosen), weights)
         elif self._weight is not None:
-            column = weights.reshape(-1, 1, 1, 1)
+            column = weights.double().reshape(-1, 1, 1, 1)
             for inputs, gradients in uses:
                 scaled = _rows(gradients, chosen).double() * column
                 self._weight.add_(self._backward(_rows(inputs, chosen).double(), scaled))
         if self._bias is not None:  # the very sums whose norms were taken
-            _add_rows(self._bias, _rows(self._bias_sums(uses), chosen), weights)
+            add_rows(self._bias, _rows(self._bias_sums(uses), chosen), weights)
 
     def _backward(self, inputs: Tensor, gradients: Tensor) -> Tensor:
         layer = self.layer
@@ -237,11 +240,14 @@ class PerExampleKernel:
 
     def __init__(self, name: str, layer: nn.Module, views: Mapping[str, Tensor]) -> None:
         self.name, self.kind, self.layer = name, type(layer).__name__, layer
-        self._views = {getattr(layer, n): view for n, view in views.items()}
+        self.write_to(views)
         self._sampler = _opacus_sampler(name, layer)
         size = sum(view.numel() for view in views.values())
         self.kept_per_example = size if size <= LARGEST_KEPT else 0
         self._kept: list[dict[nn.Parameter, Tensor]] = []
+
+    def write_to(self, views: Mapping[str, Tensor]) -> None:
+        self._views = {getattr(self.layer, n): view for n, view in views.items()}
 
     def squared_norms(self, uses: Uses) -> Tensor:
         squares = []
@@ -260,12 +266,12 @@ class PerExampleKernel:
             samples = kept[number] if kept else self._samples(uses, part)
             of_part = None if chosen is None else chosen[part]
             for parameter, gradients in samples.items():
-                _add_rows(self._views[parameter], _rows(gradients, of_part), _rows(full[part], of_part))
+                add_rows(self._views[parameter], _rows(gradients, of_part), _rows(full[part], of_part))
 
     def _parts(self, uses: Uses) -> Iterator[slice]:
         inputs, gradients = uses[0]
         largest = max(sum(p.numel() for p in self._views), inputs[:1].numel(), gradients[:1].numel())
-        return _chunks(len(inputs), largest)
+        return chunks(len(inputs), largest)
 
     def _samples(self, uses: Uses, part: slice) -> dict[nn.Parameter, Tensor]:
         totals: dict[nn.Parameter, Tensor] = {}

@@ -43,7 +43,7 @@ def require_allowed(site: "Site", signed: SignedJob, job: Job, now: float | None
     policy = site.policy
     own_client(job, site.name)
     if policy.signers is not None and signed.operator not in policy.signers:
-        raise PolicyRefusal("signers", f"this site serves jobs of {', '.join(policy.signers)}, not of {signed.operator}")
+        raise PolicyRefusal("signers", f"this site serves {', '.join(policy.signers)}, not {signed.operator}")
     if signed.signed_at > now + CLOCK_SKEW_S:
         raise PolicyRefusal("max_job_age_days", "the job was signed in this site's future. Check both clocks")
     if now - signed.signed_at > policy.max_job_age_days * DAY_S:
@@ -75,8 +75,9 @@ def require_strength(site: "Site", plan: "PrivacyPlan | None") -> None:
         return
     noise = plan.section.noise_multiplier
     if policy.min_noise_multiplier is not None and (noise is None or noise < policy.min_noise_multiplier):
-        raise PolicyRefusal("min_noise_multiplier", f"the job adds {noise}, this site wants {policy.min_noise_multiplier}")
-    if policy.max_epsilon_per_job is not None and plan.epsilon() > policy.max_epsilon_per_job:
         raise PolicyRefusal(
-            "max_epsilon_per_job", f"the job claims ε = {plan.epsilon():.3g}, this site allows {policy.max_epsilon_per_job:g}"
+            "min_noise_multiplier", f"the job adds {noise}, this site wants {policy.min_noise_multiplier}"
         )
+    if policy.max_epsilon_per_job is not None and plan.epsilon() > policy.max_epsilon_per_job:
+        claimed, most = plan.epsilon(), policy.max_epsilon_per_job
+        raise PolicyRefusal("max_epsilon_per_job", f"the job claims ε = {claimed:.3g}, this site allows {most:g}")

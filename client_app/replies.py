@@ -52,9 +52,7 @@ class ReplyStore:
         where = "job = ? AND round = ? AND attempt = ? AND kind = ?"
         found = self._database.execute(f"SELECT digest, answered FROM requests WHERE {where}", key).fetchone()
         if found is None:
-            self._database.execute(
-                "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, NULL)", (*key, digest, time.time())
-            )
+            self._database.execute("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, NULL)", (*key, digest, time.time()))
             return None
         if found[0] != digest:
             raise UsageError(

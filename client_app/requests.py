@@ -86,6 +86,6 @@ def _require_arrays(content: RecordDict, expected: Expected) -> None:
 
 def request_digest(identity: Identity, kind: str, content: RecordDict) -> str:
     """What makes two requests the same: identity, kind and every byte of the arrays, not what peers say."""
-    arrays = wire.records(content, ArrayRecord).get(wire.ARRAYS, {})
+    arrays = wire.records(content, ArrayRecord).get(wire.ARRAYS, ArrayRecord())
     parts = {name: hashlib.sha256(array.data).hexdigest() for name, array in arrays.items()}
     return canonical.digest([identity.job, identity.round, identity.attempt, kind, parts])

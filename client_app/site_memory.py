@@ -29,7 +29,7 @@ class SiteMemory:
         if not job.uses_client_state or not path.exists():
             return RecordDict()
         try:
-            with safetensors.safe_open(path, "numpy") as file:  # type: ignore[attr-defined]
+            with safetensors.safe_open(path, "numpy") as file:
                 layout = json.loads(file.metadata()[_LAYOUT])
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:

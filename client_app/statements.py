@@ -9,7 +9,15 @@ from fedplat.consortium.identity import SigningKey
 from fedplat.consortium.roster import Roster
 from fedplat.errors import FedplatError, UsageError
 from fedplat.job import Job
-from privacy.ledger_heads import STATEMENT, KnownHeads, SignedHead, Statement, parse_statement, require_newest, sign_head
+from privacy.ledger_heads import (
+    STATEMENT,
+    KnownHeads,
+    SignedHead,
+    Statement,
+    parse_statement,
+    require_newest,
+    sign_head,
+)
 from privacy.site_budgets import account_for, open_site_ledger, site_balances
 
 if TYPE_CHECKING:

@@ -1,24 +1,24 @@
 """Gaussian noise on a grid, safe in floating point and fast enough for every step of training.
 
-Normals come from the Ziggurat (Marsaglia & Tsang 2000; 256 layers) in float64, vectorised over a cryptographic
+Normals come from the Ziggurat (Marsaglia & Tsang 2000; 1024 layers) in float64, vectorised over a cryptographic
 keystream. `add_gaussian` returns `value + std·x` rounded to the grid γ, the largest power of two ≤ std·2⁻¹². Textbook
-float noise leaks because the set of reachable floats depends on the value (Mironov 2012); here all values reach
-the same grid, and rounding after the addition is post-processing of the ideal Gaussian: sensitivity does not grow.
+float noise leaks because the set of reachable floats depends on the value (Mironov 2012); here all values reach the
+same grid, and rounding after the addition is post-processing of the ideal Gaussian: sensitivity does not grow.
 
-How near the ideal. A cell of the grid is wider than 2⁻¹³ std. The lattice of x has steps below 2⁻⁵¹, and the float64
-operations up to the rounding move a point by less than 2⁻⁴⁹ std inside ±4 std and 2⁻⁴⁷ std inside ±8 std, whatever
-the value (it is split into grid point and remainder first). So the probability of a cell is right to a relative
-error of 2⁻³⁴ inside ±4 std, 2⁻³² inside ±8 std, and growing like |x| beyond (once in 2⁴⁹ draws). Its mean square
-is below 2⁻⁶⁷; over 2⁴⁰ coordinates our law P̃ and the ideal P are D_β(P̃‖P) ≤ β·2⁻²⁸ apart. Mironov's (2017, Prop. 11)
-triangle inequality with p = 2¹², used on both sides, gives for orders 2 ≤ α ≤ 2⁸:
-D_α(ours) ≤ (1 + 2⁻¹²)·D_α′(ideal) + α·2⁻¹⁴ with α′ ≤ (1 + 2⁻¹⁰)·α. The accountants are told of the ideal Gaussian.
-Taken for granted: AES, and elementary functions in NumPy that err by a few units in the last place.
+How near the ideal. A cell of the grid is wider than 2⁻¹³ std. The lattice of x has steps below 2⁻⁵⁰; together with
+the float64 operations up to the rounding, that moves a point by less than 2⁻⁴⁸ std inside ±4 std and 2⁻⁴⁶ std inside
+±8 std, whatever the value: if one is beyond ±4 std, all are split into grid point and remainder first. So the
+probability of a cell is right to a relative error of 2⁻³⁴ inside ±4 std, 2⁻³² inside ±8 std, and growing like |x|
+beyond (once in 2⁴⁹ draws). Its mean square is below 2⁻⁶⁷; over 2⁴⁰ coordinates our law P̃ and the ideal P are
+D_β(P̃‖P) ≤ β·2⁻²⁸ apart. Mironov's (2017, Prop. 11) triangle inequality with p = 2¹², used on both sides, gives for
+orders 2 ≤ α ≤ 2⁸: D_α(ours) ≤ (1 + 2⁻¹²)·D_α′(ideal) + α·2⁻¹⁴ with α′ ≤ (1 + 2⁻¹⁰)·α. The accountants are told of the
+ideal Gaussian. Taken for granted: AES, and elementary functions in NumPy that err by a few units in the last place.
 
 float32 holds the grid exactly while |result| < 2²⁴γ (at least 2¹¹ std); beyond, and for float64 beyond 2⁵³γ, the grid
 point is rounded once more: post-processing too. Not claimed: constant time (how long a draw takes depends on it).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import erfc, exp, frexp, ldexp, log, pi, sqrt
 from typing import Protocol
 
@@ -30,11 +30,13 @@ GRID_BITS = 12
 STD_RANGE = (2.0**-100, 2.0**100)
 MAX_MAGNITUDE = 2.0**128
 """Beyond every float32."""
-_LAYERS = 256
+_LAYERS = 1024
 _CHUNK = 1 << 15
 """Normals per pass of the fast path: few enough for the cache, enough that NumPy's calls cost little beside them."""
 BLOCK = 1 << 18
-"""Normals per pass of the slow path, which sees one in eighty of them."""
+"""Normals per pass of the slow path, which sees one in two hundred of them."""
+_NEAR = 4.0
+"""Values up to that many std are added to noise as they are."""
 
 
 def _tables() -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
@@ -53,7 +55,7 @@ def _tables() -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
             widths.append(sqrt(-2 * log(height)))
         return widths, height + v / widths[-1]
 
-    low, high = 3.0, 4.0
+    low, high = 3.0, 5.0
     while (r := (low + high) / 2) not in (low, high):
         low, high = (r, high) if edges(r)[1] > 1 else (low, r)
     widths = np.array([*edges(high)[0], 0.0])
@@ -82,6 +84,7 @@ class _Scratch:
         self.layer = np.empty(size, np.int64)
         self.edge = np.empty(size)
         self.size = np.empty(size)
+        self.own = np.empty(size)
         self.outside = np.empty(size, np.bool_)
 
 
@@ -168,17 +171,19 @@ def add_gaussian(
     """
     if values.ndim != 1 or not values.flags.c_contiguous or values.dtype not in (np.float32, np.float64):
         raise ValueError("values must be a flat, contiguous array of float32 or float64")
-    if values.size and not max(float(values.max()), -float(values.min())) < MAX_MAGNITUDE:  # NaN is not below anything
+    largest = max(float(values.max()), -float(values.min())) if values.size else 0.0
+    if not largest < MAX_MAGNITUDE:  # NaN is not below anything
         raise ValueError("values must be finite and below 2^128: zero what is not before noise is added")
     out = np.empty_like(values) if out is None else out
     if out.shape != values.shape or out.dtype != values.dtype:
         raise ValueError("out must have the shape and dtype of values")
     grid, first = grid_of(std), 0
+    add = _add_near if largest <= _NEAR * std else _add_split
     scratch = _Scratch(min(values.size, _CHUNK))
     n = values.size
     for normals in normal_pieces(stream, n, scratch) if isinstance(stream, Keystream) else stream.pieces(n):
         block = slice(first, first + normals.size)
-        _add_block(values[block], normals, std / grid, grid, out[block], scratch)
+        _add_block(add, values[block], normals, std / grid, grid, out[block], scratch)
         first += normals.size
     return out
 
@@ -193,20 +198,39 @@ def normal_pieces(stream: Keystream, n: int, scratch: _Scratch | None = None) ->
 
 
 def _add_block(
-    values: np.ndarray, normals: np.ndarray, scale: float, grid: float, out: np.ndarray, scratch: _Scratch
+    add: Callable[[np.ndarray, np.ndarray, _Scratch], None],
+    values: np.ndarray,
+    normals: np.ndarray,
+    scale: float,
+    grid: float,
+    out: np.ndarray,
+    scratch: _Scratch,
 ) -> None:
-    """out = γ·(⌊v⌉ + ⌊(v − ⌊v⌉) + scale·x⌉) for v = values/γ: the sum that is rounded is small, whatever v is."""
+    """out = γ·⌊v + scale·x⌉ for v = values/γ, a chunk at a time; `add` gives the rounded sum, in place of scale·x.
+
+    Normals are only read: they may come from another core's cache, and a changed line would have to go back there.
+    """
     for start in range(0, values.size, _CHUNK):
         part = slice(start, start + _CHUNK)
-        x = normals[part]
-        remainder, point = scratch.size[: x.size], scratch.edge[: x.size]
-        np.multiply(values[part], 1 / grid, out=remainder, dtype=np.float64)
-        np.rint(remainder, out=point)
-        np.subtract(remainder, point, out=remainder)
-        np.multiply(x, scale, out=x)
-        np.add(x, remainder, out=x)
-        np.rint(x, out=x)
-        np.add(x, point, out=x)
+        x = np.multiply(normals[part], scale, out=scratch.own[: normals[part].size])
+        v = scratch.size[: x.size]
+        np.copyto(v, values[part])
+        np.multiply(v, 1 / grid, out=v)
+        add(x, v, scratch)
         np.multiply(x, grid, out=x)
         with np.errstate(over="ignore"):
             np.copyto(out[part], x, casting="same_kind")
+
+
+def _add_near(x: np.ndarray, v: np.ndarray, _: _Scratch) -> None:
+    """x = ⌊v + x⌉: neither is large, so their float64 sum is near the exact one."""
+    np.add(x, v, out=x)
+    np.rint(x, out=x)
+
+
+def _add_split(x: np.ndarray, v: np.ndarray, scratch: _Scratch) -> None:
+    """x = ⌊v⌉ + ⌊(v − ⌊v⌉) + x⌉: the sum that is rounded is small, whatever v is."""
+    point = np.rint(v, out=scratch.edge[: v.size])
+    np.subtract(v, point, out=v)
+    _add_near(x, v, scratch)
+    np.add(x, point, out=x)

@@ -31,6 +31,8 @@ TermsCache = dict[tuple[str, int], Book]
 def _chunks(items: Iterable[Item], size: int = 1000) -> Iterator[Sequence[Item]]:
     whole = list(items)
     return (whole[start : start + size] for start in range(0, len(whole), size))
+
+
 RECENT = 16
 """Reservations of a job among which an unsettled one is looked for: whoever goes on with it works on one at a time."""
 

@@ -7,7 +7,7 @@ ledger records it), everything else about a dataset's account stays as it was.
 
 import os
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -112,7 +112,7 @@ class Site:
     ledger: Path
     counter: Path
     datasets: dict[str, DatasetSection]
-    policy: PolicySection = PolicySection()
+    policy: PolicySection = field(default_factory=PolicySection)
 
     def terms(self) -> "list[Terms]":
         from privacy.ledger import Budget, Terms

@@ -73,12 +73,11 @@ class Executor:
 
     def __init__(self, kit: "ServerKit") -> None:
         self._kit = kit
-        self._roster = RosterFile(kit.roster_file, kit.authority)
-        self._statements = StatementStore(kit.state / "statements.json", self._roster)
-        local = kit.local_certificate
-        self._api = RuntimeApi(kit.superlink_address, local.read_bytes(), kit.executor_secret.read_bytes())
-        self._control = Control(kit.superlink_address, ssl.create_default_context(cafile=str(local)))
-        self._file = kit.state / "run.json"
+        self._roster = RosterFile(kit.roster, kit.authority)
+        self._statements = StatementStore(kit.data_folder / "statements.json", self._roster)
+        self._api = RuntimeApi(kit.superlink_address, kit.ca.read_bytes(), kit.superexec_secret.read_bytes())
+        self._control = Control(kit.superlink_address, ssl.create_default_context(cafile=str(kit.ca)))
+        self._file = kit.data_folder / "run.json"
         self._registered = 0
 
     def run(self) -> None:
@@ -191,10 +190,10 @@ class Executor:
         """The run's directory, and whether it was begun before."""
         named = current.directory or current.action.removeprefix(RESUME)
         if not named:
-            return RunDirectory.create(new_run_path(job, self._kit.runs), job), False
+            return RunDirectory.create(new_run_path(job, self._kit.runs_folder), job), False
         if not RUN_ID.match(named):
             raise UsageError("this names no run of the server")
-        run = RunDirectory.open(self._kit.runs / named)
+        run = RunDirectory.open(self._kit.runs_folder / named)
         if run.job().digest != job.digest:
             raise UsageError(f"{named}: is a run of another job")
         return run, run.events_file.exists()
@@ -205,10 +204,11 @@ class Executor:
         nodes = {node.node_id: site_of[node.name] for node in grid.get_nodes()}
         exchange = Exchange(grid, CONSIDER_DEADLINE_S)
         exchange.send([Message(RecordDict(), dst_node_id=node, message_type="query.consider") for node in nodes])
-        answers = {site: "not connected" for site in job.cohort.sites} | {s: "no answer" for s in nodes.values()}
+        answers = dict.fromkeys(job.cohort.sites, "not connected") | dict.fromkeys(nodes.values(), "no answer")
         for request, reply in exchange.replies():
             if request is not None:
-                answers[nodes[request.metadata.dst_node_id]] = reply.error.reason if reply.has_error() else "accepts"
+                refusal = reply.error.reason or "refused" if reply.has_error() else None
+                answers[nodes[request.metadata.dst_node_id]] = refusal or "accepts"
         self._log(task, current, json.dumps({"considered": answers}))
 
     def _log(self, task: Task, current: Current, line: str) -> None:

@@ -1,9 +1,9 @@
 """A Grid that wraps Flower's own for real sites: it keeps asking, and it carries what sites say of their ledgers.
 
 A message to a real site can be lost in more ways than Flower reports: a SuperNode that is killed forgets what it was
-given, and one that was away for a minute gets an error made up for it while its own reply is thrown away. A site answers
-the same request with the same bytes, free of charge, so this Grid sends again: at once when a node has restarted,
-after a while when nothing is heard, until whoever waits gives up.
+given, and one that was away for a minute gets an error made up for it while its own reply is thrown away. A site
+answers the same request with the same bytes, free of charge, so this Grid sends again: at once when a node has
+restarted, after a while when nothing is heard, until whoever waits gives up.
 
 Strategies and driver see plain requests and replies: statements (`privacy.ledger_heads`) are added and taken off here.
 """
@@ -73,11 +73,13 @@ class _Asked:
     """One request, however often it was sent."""
 
     request: Message
+    first: str = ""
+    """The id of its first sending: what it is known by."""
     ids: list[str] = field(default_factory=list)
-    sent: float = 0.0
-    """Monotonic time of the last sending."""
+    """Sendings that may still be answered."""
+    times: int = 0
     activated: str = ""
-    """When the node had come up, as far as was known then."""
+    """When the node had come up, as far as was known at the last sending."""
     again_at: float = 0.0
 
 
@@ -126,8 +128,8 @@ class SiteGrid(Grid):
         self._forget({request.metadata.dst_node_id for request in requests})
         asked = [_Asked(request) for request in requests]
         self._send(asked)
-        self._asked |= {one.ids[0]: one for one in asked if one.ids}
-        return [one.ids[0] if one.ids else "" for one in asked]
+        self._asked |= {one.first: one for one in asked if one.first}
+        return [one.first for one in asked]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies that are there. Sends again what seems lost."""
@@ -136,11 +138,13 @@ class SiteGrid(Grid):
         found = []
         for first, asked in wanted.items():
             for reply in self._grid.pull_messages(asked.ids):
-                if self._is_answer(asked, reply):
+                if self._is_answer(reply):
                     del self._asked[first]
                     now_answers(reply, first)
                     found.append(reply)
                     break
+                asked.ids.remove(reply.metadata.reply_to_message_id)
+                asked.again_at = min(asked.again_at, time.monotonic() + SOON_S)
         return found
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -183,9 +187,12 @@ class SiteGrid(Grid):
                 content[wire.PEERS] = peers
             metadata = request.metadata
             message = Message(content, dst_node_id=metadata.dst_node_id, message_type=metadata.message_type)
-            ids = [message_id for message_id in self._grid.push_messages([message]) if message_id]
-            one.ids += ids
-            one.sent, one.again_at = time.monotonic(), time.monotonic() + SEND_AGAIN_S * len(one.ids)
+            for message_id in self._grid.push_messages([message]):
+                if message_id:
+                    one.ids.append(message_id)
+                    one.first = one.first or message_id
+            one.times += 1
+            one.again_at = time.monotonic() + SEND_AGAIN_S * one.times
             node = self._nodes.get(metadata.dst_node_id)
             one.activated = node.last_activated_at if node is not None else ""
 
@@ -203,18 +210,16 @@ class SiteGrid(Grid):
             logger.info("asking %d sites again", len(due))
             self._send(due)
 
-    def _is_answer(self, asked: _Asked, reply: Message) -> bool:
+    def _is_answer(self, reply: Message) -> bool:
         """A reply from the site itself; what Flower makes up for a lost message is no answer."""
         if reply.has_error():
             if reply.error.code == CLIENT_RAISED:
                 return True
             logger.info("Flower: %s", reply.error.reason)
-            asked.again_at = min(asked.again_at, time.monotonic() + SOON_S)
             return False
         self._statements.take(reply.content)
         again = reply.content.get(wire.AGAIN)
         if isinstance(again, ConfigRecord):
             logger.info("a site asks to be asked again: %s", again.get("reason"))
-            asked.again_at = min(asked.again_at, time.monotonic() + SOON_S)
             return False
         return True

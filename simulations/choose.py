@@ -26,6 +26,8 @@ from simulations.worker import fedplat_client_app
 CALIBRATION_CLIENTS = 3
 WORTH_A_POOL_S = 3.0
 """Serial work below this is done before a pool of workers has started."""
+WORTH_A_STACK = 8
+"""Cohorts below this could be real sites: `auto` then gives the same model as `fedplat submit`, bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def _choose(job: Job, handler: Handler) -> Choice:
         if obstacle is None:
             return Choice("vector", "asked for", job.simulation.chunk or default_chunk(handler))
         return Choice("process", f"vector is not possible: {obstacle}")
+    if obstacle is None and job.cohort.cohort_size < WORTH_A_STACK:
+        obstacle = f"a cohort of {job.cohort.cohort_size} is computed one by one, with the bits of real sites"
     return _measured(job, handler, obstacle)
 
 

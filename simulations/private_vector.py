@@ -3,8 +3,8 @@ kernels.
 
 Every client has its own Poisson batches (padded and masked, empty ones included), its own clip norm and independent
 noise; all take the same number of steps, because that number is public. For plain MLPs an example's norm comes from
-activations and output gradients; other models go through per-example gradients of vmap. Sums are kept in float64 until
-the noise is in them.
+activations and output gradients; other models go through per-example gradients of vmap. However they were formed
+(`client_app.weighted_sums`), sums are kept in float64 until the noise is in them.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from client_app.clipping import NORM_MARGIN
 from client_app.dp_sgd import ROUNDING_MARGIN, Randomness, sample_batch
+from client_app.weighted_sums import LARGEST_SQUARE, SMALLEST_WEIGHT, may_use_fp32
 from fedplat.job import Job
 from fedplat.task import Examples, Task, example_losses
 from privacy.clip_norm import next_clip_norm, noisy_share
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
 
 MOST_ELEMENTS = 1 << 25
 """Per-example gradients of one step of a stack (128 MB): more clients than that go one by one."""
-
-MOST_FP32_SUMMANDS = 63
-"""So many clipped gradients may be added up in fp32, in any order. With n summands of norm ≤ C and u = 2⁻²⁴, products
-and sums round each coordinate by at most (n + 2)·u times the sum of magnitudes (Higham 2002, §4.2), the whole sum by
-(n + 2)·n·u·C; two neighbouring sums by twice that, which for n ≤ 63 is below 2⁻¹¹·C: half of `ROUNDING_MARGIN`."""
 
 
 @dataclass(frozen=True)
@@ -138,17 +134,21 @@ class PrivateStackTrainer:
             mlp_backward(
                 layers, stack, activations, gradient, lambda name, left, right: _keep(factors_of, name, left, right)
             )
-            squares = torch.zeros(mask.shape, dtype=torch.float64)
+            squares, bounded = torch.zeros(mask.shape, dtype=torch.float64), True
             for left, right in factors_of.values():
-                squares += _square_norms(left, 1) * _square_norms(right, 2)
+                of_left, of_right = _square_norms(left, 1), _square_norms(right, 2)
+                squares += of_left * of_right
+                bounded = bounded and bool(torch.maximum(of_left, of_right).max() < LARGEST_SQUARE)
             weights, below = _weights(squares, mask, clip_norms)
+            dtype = _sum_type(weights, clip_norms) if bounded else torch.float64
             finite = squares.isfinite()
             for name, view in self._split(flat).items():
                 left, right = factors_of[name]
                 if not bool(finite.all()):  # 0 · NaN is NaN: such examples leave the product
                     left = torch.where(finite.unsqueeze(1), left, 0.0)
                     right = torch.where(finite.unsqueeze(2), right, 0.0)
-                view.copy_(_summed(left * weights.unsqueeze(1), right).reshape(view.shape))
+                scaled = left.to(dtype) * weights.to(dtype).unsqueeze(1)
+                view.copy_(torch.bmm(scaled, right.to(dtype)).reshape(view.shape))
         return below
 
     def _vmap_sums(
@@ -158,9 +158,10 @@ class PrivateStackTrainer:
         gradients = self._per_example(stack, inputs, targets)
         squares = torch.stack([_square_norms(g.flatten(2), 2) for g in gradients.values()]).sum(0)
         weights, below = _weights(squares, mask, clip_norms)
+        weights = weights.to(_sum_type(weights, clip_norms))
         for name, view in self._split(flat).items():
             rows = torch.where(squares.isfinite().unsqueeze(2), gradients[name].flatten(2), 0.0)
-            view.copy_(_summed(weights.unsqueeze(1), rows).reshape(view.shape))
+            view.copy_(torch.bmm(weights.unsqueeze(1), rows.to(weights.dtype)).reshape(view.shape))
         return below
 
     def _split(self, flat: Tensor) -> Stack:
@@ -200,13 +201,6 @@ def _keep(found: dict[str, tuple[Tensor, Tensor]], name: str, left: Tensor, righ
     found[name] = (left, right)
 
 
-def _summed(left: Tensor, right: Tensor) -> Tensor:
-    """Each client's sum over its examples: in fp32 only where rounding is proven to be covered."""
-    if left.shape[-1] <= MOST_FP32_SUMMANDS:
-        return torch.bmm(left, right)
-    return torch.bmm(left.double(), right.double())
-
-
 def _square_norms(tensor: Tensor, dim: int) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=torch.float64)
     return norms.square_()
@@ -218,7 +212,15 @@ def _weights(squares: Tensor, mask: Tensor, clip_norms: Tensor) -> tuple[Tensor,
     real = (mask > 0) & norms.isfinite()
     limits = clip_norms.unsqueeze(1)
     factors = (limits / (norms * (1 + NORM_MARGIN) + 1e-12)).clamp(max=1.0)
-    return torch.where(real, factors, 0.0).float(), (real & (norms <= limits)).sum(1).float()
+    return torch.where(real, factors, 0.0), (real & (norms <= limits)).sum(1).float()
+
+
+def _sum_type(weights: Tensor, clip_norms: Tensor) -> torch.dtype:
+    """fp32 where `client_app.weighted_sums` bounds the error of every client's sum, float64 elsewhere."""
+    examples, extremes = weights.shape[1], (float(clip_norms.min()), float(clip_norms.max()))
+    fits = all(may_use_fp32(examples, clip_norm, weights.device) for clip_norm in extremes)
+    fits = fits and bool(((weights == 0) | (weights > SMALLEST_WEIGHT)).all())
+    return torch.float32 if fits else torch.float64
 
 
 def _per_example_gradients(model: nn.Module, task: Task) -> Any:

@@ -74,6 +74,9 @@ def resume(
     tensorboard: TensorBoard = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    kit: Annotated[
+        Path | None, typer.Option("--kit", help="Your operator kit: continue a run of the consortium's server.")
+    ] = None,
 ) -> None:
     """Continue a run that was stopped, from its last committed round.
 
@@ -83,10 +86,17 @@ def resume(
 
     - `fedplat resume latest`
 
+    - `fedplat resume latest --kit kits/operators/alice`  (a run across sites)
+
     - `fedplat resume runs/digits-demo-20261118-101500-ab12`
     """
     started = time.perf_counter()
     set_up_logging(verbose)
+    if kit is not None:
+        from fedplat.cli.operator import resume_submitted
+
+        resume_submitted(run_reference, kit, console_for(quiet, json_output), json_output)
+        return
     run = find_run(run_reference)
     job = run.job()
     console = console_for(quiet, json_output)

@@ -33,7 +33,7 @@ class SignedJob(BaseModel):
     @classmethod
     def sign(cls, job: Job, consortium: str, operator: str, key: SigningKey, signed_at: float) -> "SignedJob":
         body = {"job": job.canonical(), "consortium": consortium, "operator": operator, "signed_at": signed_at}
-        return cls(**body, signature=key.sign(PURPOSE, body))  # type: ignore[arg-type]
+        return cls.model_validate(body | {"signature": key.sign(PURPOSE, body)})
 
     @classmethod
     def parse(cls, text: str) -> "SignedJob":

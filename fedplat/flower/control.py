@@ -109,9 +109,12 @@ class Control:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start_run(self, job: str, action: str = "") -> int:
-        """Start a run of a signed job. `action` says what to do with it other than train: see `server_app.executor`."""
-        archive = empty_archive()
+    def start_run(self, job: str, action: str = "", archive: bytes | None = None) -> int:
+        """Start a run of a signed job. `action` says what to do with it other than train: see `server_app.executor`.
+
+        No party of ours ever opens the archive; Flower wants one.
+        """
+        archive = empty_archive() if archive is None else archive
         fab = Fab(hashlib.sha256(archive).hexdigest(), archive, {})
         config = user_config_to_proto({JOB_KEY: job, ACTION_KEY: action})
         with self._in_words():

@@ -1,8 +1,8 @@
 """An executor's side of Flower's Runtime API: ask for a task, read its input, answer.
 
-A SuperLink or SuperNode started with `--isolation process` hands its tasks to whoever asks with the right secret. Flower's
-own executor starts a new Python process per task and runs the uploaded code in it; here a warm process answers with
-installed code, and the uploaded archive is not even looked at.
+A SuperLink or SuperNode started with `--isolation process` hands its tasks to whoever asks with the right secret.
+Flower's own executor starts a new Python process per task and runs the uploaded code in it; here a warm process answers
+with installed code, and the uploaded archive is not even looked at.
 
 A task belongs to whoever has its token, for as long as heartbeats come (a minute's grace). So a token that was written
 down lets a restarted process go on where it was killed.
@@ -11,8 +11,8 @@ down lets a restarted process go on where it was killed.
 import base64
 import contextlib
 import json
-import os
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,10 @@ import httpx
 from flwr.app import Context, Message
 from flwr.app.message import remove_content_from_message
 from flwr.common.constant import SubStatus
-from flwr.common.serde import context_from_proto, message_to_proto, run_from_proto
+from flwr.common.serde import context_from_proto, message_from_proto, message_to_proto, run_from_proto
 from flwr.proto.log_pb2 import PushLogsRequest
-from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest
 from flwr.proto.node_pb2 import Node, NodeInfo
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
@@ -69,6 +70,7 @@ from fedplat.flower import require_checked_version
 
 CLIENT_TASK, SERVER_TASK = "flwr-clientapp", "flwr-serverapp"
 HEARTBEAT_S = 10.0
+SOON_S = 10.0
 PATIENCE_S = 120.0
 """How long a call may be tried again before whoever is behind the API counts as gone."""
 GONE = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
@@ -76,6 +78,10 @@ GONE = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 class TaskLost(FedplatError):
     """The task is no longer ours: its run was stopped, or whoever gave it has forgotten it."""
+
+
+class MessageLost(FedplatError):
+    """The task is ours, but the content of its message is gone."""
 
 
 class RunStopped(KeyboardInterrupt):
@@ -211,6 +217,8 @@ class Assignment:
     run_id: int
     node_id: int
     message_id: str
+    envelope: str
+    """The message without its content, base64."""
     tree: str
     """The message's object tree, base64."""
     run_config: dict[str, bool | float | int | str]
@@ -225,9 +233,16 @@ class Assignment:
         except (OSError, ValueError, TypeError):
             return None
 
-    @property
-    def object_tree(self) -> ObjectTree:
-        return ObjectTree.FromString(base64.b64decode(self.tree))
+    def empty_message(self) -> Message:
+        """The message as far as an answer needs it: who sent it, and what kind it is."""
+        message = message_from_proto(ProtoMessage.FromString(base64.b64decode(self.envelope)))
+        message.metadata.__dict__["_message_id"] = self.message_id
+        return message
+
+    def object_ids(self) -> list[str]:
+        """The parts of the message, each once."""
+        tree: ObjectTree = ObjectTree.FromString(base64.b64decode(self.tree))
+        return list(dict.fromkeys(part.object_id for part in iterate_object_tree(tree)))
 
 
 class ClientTask(Task):
@@ -237,10 +252,13 @@ class ClientTask(Task):
         super().__init__(api, token, "flwr-clientapp")
 
     def pull_assignment(self) -> Assignment:
+        """What is asked. A SuperNode announces a task a moment before it has the message."""
         context, run = self.pull_input()
-        response = self.client.PullMessages(PullAppMessagesRequest())
-        if not response.messages_list:
-            raise TaskLost("the task has no message")
+        deadline = time.monotonic() + SOON_S
+        while not (response := self.client.PullMessages(PullAppMessagesRequest())).messages_list:
+            if time.monotonic() > deadline:
+                raise TaskLost("the task has no message")
+            time.sleep(0.02)
         tree = response.message_object_trees[0]
         return Assignment(
             token=self.token,
@@ -248,30 +266,54 @@ class ClientTask(Task):
             run_id=run.run_id,
             node_id=context.node_id,
             message_id=tree.object_id,
+            envelope=base64.b64encode(response.messages_list[0].SerializeToString()).decode(),
             tree=base64.b64encode(tree.SerializeToString()).decode(),
             run_config=dict(context.run_config),
         )
 
-    def pull_message(self, assignment: Assignment, most_objects: int) -> Message:
-        """The message with its content. It stays with the SuperNode until `confirm`."""
+    def go_on(self, assignment: Assignment) -> None:
+        """Be the task of an assignment that was pulled before."""
         self.resume(assignment.task_id, assignment.run_id, assignment.node_id)
-        ids = [tree.object_id for tree in iterate_object_tree(assignment.object_tree)]
+
+    def pull_message(self, assignment: Assignment, most_objects: int) -> Message:
+        """The message with its content. It stays with the SuperNode until it is answered."""
+        ids = assignment.object_ids()
         if len(ids) > most_objects:
             raise FedplatError(f"the message has {len(ids)} parts, more than the job's model can have: not fetched")
         node = Node(node_id=assignment.node_id)
         try:
             contents = pull_objects(ids, make_pull_object_fn_protobuf(self.client.PullObject, node, assignment.run_id))
         except Exception as error:  # whatever Flower raises here, the message is not to be had
-            raise TaskLost(f"the message can't be fetched: {type(error).__name__}: {error}") from None
+            raise MessageLost(f"the message can't be fetched: {type(error).__name__}: {error}") from None
         message = inflate_object_from_contents(assignment.message_id, contents)
         assert isinstance(message, Message)
         message.metadata.__dict__["_message_id"] = assignment.message_id
         return message
 
+    def await_message(self, assignment: Assignment) -> None:
+        """Wait until the SuperNode has all of a message that we don't want, looking at one part at a time.
+
+        It takes an answer as the end of the message, and would stumble over parts that arrive after that.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        for object_id in assignment.object_ids():
+            request = PullObjectRequest(
+                node=Node(node_id=assignment.node_id), run_id=assignment.run_id, object_id=object_id
+            )
+            while not self.client.PullObject(request).object_available and time.monotonic() < deadline:
+                time.sleep(0.05)
+
     def answer(self, assignment: Assignment, reply: Message) -> None:
-        """Hand the reply over, then let the SuperNode forget the request and end the task."""
+        """Let the SuperNode forget the request, hand the reply over, end the task.
+
+        In this order: once it has the reply it fetches the next message, which may share objects with this one, and
+        forgetting those then would leave it unable to take any message with them again.
+        """
         reply.metadata.__dict__["_message_id"] = reply.object_id
         node = Node(node_id=assignment.node_id)
+        make_confirm_message_received_fn_protobuf(self.client.ConfirmMessageReceived, node, assignment.run_id)(
+            assignment.message_id
+        )
         with no_object_id_recompute():
             pushed = self.client.PushMessages(
                 PushAppMessagesRequest(
@@ -286,9 +328,6 @@ class ClientTask(Task):
                 ),
                 object_ids_to_push=set(pushed.objects_to_push),
             )
-        make_confirm_message_received_fn_protobuf(self.client.ConfirmMessageReceived, node, assignment.run_id)(
-            assignment.message_id
-        )
         self.finish()
 
 
@@ -327,13 +366,3 @@ def _while_running() -> Iterator[None]:
         if error.response.status_code in GONE:
             raise RunStopped from None
         raise
-
-
-def quiet_environment() -> dict[str, str]:
-    """The environment of Flower's own processes: no telemetry, no update checks, no installs at run time."""
-    return {
-        **os.environ,
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    }

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 
 from dp_accounting import dp_event, pld
+from dp_accounting.dp_event import DpEvent
 from dp_accounting.pld.common import compute_self_convolve_bounds
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from dp_accounting.dp_event import DpEvent
 
 from privacy.accountants.rdp import NotTaken, rdp_epsilon
 from privacy.accountants.support import LIBRARY_RELATION, Leaves, Relation, kind_of, leaves_of, normalise, supports

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from client_app.clipping import NORM_MARGIN, ClippedSum
-from client_app.dp_sgd import ROUNDING_MARGIN
+from client_app.dp_sgd import EXAMPLE_MARGIN
 from client_app.layer_gradients import LARGEST_KEPT, ConvKernel, LinearKernel, PerExampleKernel
 
 SIZE = 6
@@ -254,8 +254,8 @@ def test_the_error_of_large_sums_is_below_the_margin_of_the_noise():
     many = clipped(model, inputs[rows], targets[rows], 0.1, split=256)
     more = clipped(model, inputs[[*rows, 1]], targets[[*rows, 1]], 0.1, split=256)
     _, exact = norms_and_sum(model, inputs[:1], targets[:1], 0.1)
-    assert float((many.double() - more.double()).norm()) <= 0.1 * (1 + ROUNDING_MARGIN)
-    assert float((many.double() - 1000 * exact).norm()) / 0.1 < 1000 * NORM_MARGIN + ROUNDING_MARGIN
+    assert float((many.double() - more.double()).norm()) <= 0.1 * (1 + EXAMPLE_MARGIN)
+    assert float((many.double() - 1000 * exact).norm()) / 0.1 < 1000 * NORM_MARGIN + EXAMPLE_MARGIN
 
 
 @settings(max_examples=40, deadline=None)
@@ -268,7 +268,7 @@ def test_positions_that_cancel_do_not_hide_an_example_from_the_clip_norm(scale, 
     rows[:, -1] -= rows.sum(1)
     total = ClippedSum(model)
     total.add(lambda: model(rows).sum((1, 2)), 1.0)
-    assert float(total.total.double().norm()) <= 1 + ROUNDING_MARGIN
+    assert float(total.total.double().norm()) <= 1 + EXAMPLE_MARGIN
 
 
 def test_an_interrupted_step_leaves_nothing_behind():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from client_app.dp_sgd import ROUNDING_MARGIN, PrivateTrainer, Randomness, sample_batch
+from client_app.dp_sgd import EXAMPLE_MARGIN, ROUNDING_MARGIN, PrivateTrainer, Randomness, sample_batch
 from fedplat.job import Job
 from fedplat.task import Examples
 from fedplat.tasks.digits import Digits
@@ -131,7 +131,7 @@ def replays(private_job, digits: Examples) -> Iterator[tuple[Trained, Trained]]:
 def test_one_example_moves_one_step_by_the_clip_norm_over_the_normaliser_at_most(private_job, digits):
     for with_it, without in replays(private_job, digits):
         limit = LR * 0.3 / 20
-        assert np.linalg.norm(with_it.update - without.update) <= limit * (1 + ROUNDING_MARGIN) + 1e-7
+        assert np.linalg.norm(with_it.update - without.update) <= limit * (1 + EXAMPLE_MARGIN) + 1e-7
         assert with_it.result == without.result
         assert with_it.random.noise.words(2).tolist() == without.random.noise.words(2).tolist()
         assert with_it.random.counts.words(2).tolist() == without.random.counts.words(2).tolist()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from scipy import fft, stats
 
+from client_app.dp_sgd import ROUNDING_MARGIN
 from client_app.handler import Handler
 from fedplat.job import Job
 from fedplat.wire import Identity
@@ -65,7 +66,7 @@ def test_noise_of_two_ranks_is_uncorrelated_at_every_shift(method, tiny_job):
     noises = [*ranks(job, method, warm), *mine]
     size = len(noises[0])
     for noise in noises:
-        expected = 2.0 * (1 + 2.0**-10) / job.local.batch_size
+        expected = 2.0 * (1 + ROUNDING_MARGIN) / job.local.batch_size
         chi_square = float(np.square(noise.astype(np.float64)).sum()) / expected**2
         assert stats.chi2(size).ppf(FALSE_ALARM / 2) < chi_square < stats.chi2(size).isf(FALSE_ALARM / 2)
     for i, one in enumerate(noises):
