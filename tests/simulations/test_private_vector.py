@@ -322,3 +322,19 @@ def test_a_task_without_augmentation_runs_in_a_stack(private, private_job, tiny_
     make = private_job if private else tiny_job
     run = simulated(make(task__name=f"{__name__}:Duck", simulation__engine="vector", job__rounds=1))
     assert not [event for event in read_events(run.events_file) if isinstance(event, ClientFailed)]
+
+
+def test_a_stacks_sums_are_float64_until_the_noise_is_in_them(private_job):
+    """A sum that is rounded to fp32 before the noise moves by more than one example's share when one is added."""
+    job = private_job()
+    handler = handler_for(job.canonical())
+    seen = []
+
+    class Watched(PrivateStackTrainer):
+        def _add_noise(self, flat, randomness, clip_norms, gradients):
+            seen.append((flat.dtype, gradients.dtype))
+            super()._add_noise(flat, randomness, clip_norms, gradients)
+
+    trainer = Watched(job, handler.plan, handler.task, handler.model, handler.data.examples)
+    trainer.train(plans_of(job, handler), handler.randomness(identities(job)), 0.5)
+    assert set(seen) == {(torch.float64, torch.float32)}
