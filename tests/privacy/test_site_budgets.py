@@ -204,3 +204,19 @@ def test_the_environment_names_the_site(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDPLAT_SITE", str(tmp_path / "none.toml"))
     with pytest.raises(UsageError, match="fedplat budget --init --site"):
         site_from_environment()
+
+
+def test_another_unit_is_no_second_budget_for_a_dataset(tmp_path):
+    path = write(tmp_path)
+    create_site_ledger(load_site(path))
+    by_client = SITE.replace("epsilon = 8.0", 'unit = "client"\nepsilon = 8.0')
+    open_site_ledger(load_site(path)).close()
+    path.write_text(by_client)  # nothing was spent: the site may think again
+    with open_site_ledger(load_site(path)) as ledger:
+        ledger.reserve(charge(account="digits/client"))
+    path.write_text(SITE)
+    with pytest.raises(UsageError, match=r"'digits' has spent under the unit 'client'.* Put unit = 'client' back"):
+        open_site_ledger(load_site(path))
+    path.write_text(by_client)
+    with open_site_ledger(load_site(path)) as ledger:
+        assert ledger.balance("digits/client").releases == 1 and ledger.balance(ACCOUNT).releases == 0
