@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Literal
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from client_app.admission import admitted
+from client_app.admission import admitted, sole_owner
 from client_app.audit_log import AuditLog
-from client_app.handler import Handler
+from client_app.handler import Handler, handler_for
 from client_app.policy import PolicyRefusal, own_client, require_allowed, require_hours, require_strength
 from client_app.replies import ReplyStore
 from client_app.requests import most_objects, read_request
 from client_app.site_memory import SiteMemory
-from client_app.spending import spending
+from client_app.spending import admit_job, spending
 from client_app.statements import NotYet, Statements
 from fedplat import wire
 from fedplat.consortium.identity import SigningKey
@@ -38,15 +38,17 @@ from fedplat.flower import error_reply
 from fedplat.flower.tasks import CLIENT_TASK, Assignment, ClientTask, MessageLost, RuntimeApi, TaskLost, TaskQueue
 from fedplat.job import Job
 from fedplat.wire import Identity
-from privacy.site_budgets import ENVIRONMENT, dataset_for, load_site
+from privacy import plan_of
+from privacy.site_budgets import ENVIRONMENT, load_site
 
 if TYPE_CHECKING:
     from fedplat.consortium.kit_files import SiteKit
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.05
-KEPT_HANDLERS = 2
-CONSIDER = "query.consider"
+CONSIDER, ADMIT = "query.consider", "query.admit"
+FEW_OBJECTS = 64
+"""Parts that a message without arrays has at most."""
 
 
 class Agent:
@@ -64,7 +66,7 @@ class Agent:
         self._memory = SiteMemory(self._state / "memory")
         self._statements = Statements(self._site, SigningKey.load(kit.identity), self._state / "heads.json")
         self._task_file = self._state / "task.json"
-        self._handlers: dict[str, Handler] = {}
+        self._strong: set[str] = set()
         address, certificate = f"127.0.0.1:{kit.node_port}", kit.local_certificate.read_bytes()
         self._api = RuntimeApi(address, certificate, kit.superexec_secret.read_bytes())
         if kit.name != self._site.name:
@@ -119,9 +121,14 @@ class Agent:
         message = assignment.empty_message()
         kind = message.metadata.message_type
         try:
-            handler = self._handler(*self._signed_job(assignment))
-            message = task.pull_message(assignment, most_objects(handler.expected()))
-            content = self._respond(message, handler)
+            job = self._allowed_job(assignment)
+            if kind == ADMIT:
+                message = task.pull_message(assignment, FEW_OBJECTS)
+                content = self._admit(message, job)
+            else:
+                handler = self._handler(job)
+                message = task.pull_message(assignment, most_objects(handler.expected()))
+                content = self._respond(message, handler)
         except (NotYet, MessageLost) as reason:
             return Message(self._with_statement(_again(str(reason))), reply_to=message)
         except FedplatError as error:
@@ -135,9 +142,21 @@ class Agent:
             return error_reply(message, "the site could not serve this request: the reason is in its own log")
         return Message(self._with_statement(content), reply_to=message)
 
-    def _signed_job(self, assignment: Assignment) -> tuple[SignedJob, Job]:
+    def _allowed_job(self, assignment: Assignment) -> Job:
+        """The job that the run carries, if an operator signed it and the site's rules allow it."""
         signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
-        return signed, signed.verified(self._roster.current)
+        job = signed.verified(self._roster.current)
+        require_allowed(self._site, signed, job)
+        return job
+
+    def _admit(self, message: Message, job: Job) -> RecordDict:
+        """Reserve a whole job before anybody is sampled for it. Loads nothing."""
+        self._hear(message.content)
+        identity = Identity(job.digest, 0, 1, self._client(job))
+        require_strength(self._site, plan_of(job))
+        admit_job(job, identity)
+        self._audit.note("admitted", "the whole job", {"job": job.digest, "kind": "admit"})
+        return RecordDict({wire.IDENTITY: identity.record()})
 
     def _respond(self, message: Message, handler: Handler) -> RecordDict:
         kind = message.metadata.message_type
@@ -170,7 +189,7 @@ class Agent:
         self._require_evaluations(handler, kind)
         self._audit.note("admitted", about=about)
         rows = handler.data.rows(identity.client)
-        size = len(rows.train if kind == "train" else rows.holdout)
+        size = len(rows.train) + len(rows.holdout)
         with spending(handler.job, handler.plan, identity, None, kind, size, alone=True):
             reply = self._replies.kept(identity, kind)
             if reply is None:
@@ -197,19 +216,13 @@ class Agent:
     def _client(self, job: Job) -> str:
         return own_client(job, self._site.name)
 
-    def _handler(self, signed: SignedJob, job: Job) -> Handler:
-        """The warm handler of a job that is allowed here; two are kept, each holds a data set."""
-        require_allowed(self._site, signed, job)
-        if job.digest not in self._handlers:
-            dataset = self._site.datasets[dataset_for(self._site, job.task.name)]
-            owner = self._client(job) if dataset.share == "whole" else None
-            with admitted(job, Identity(job.digest, 1, 1)):
-                handler = Handler(job, owner=owner)
-            require_strength(self._site, handler.plan)
-            self._handlers[job.digest] = handler
-            for old in list(self._handlers)[:-KEPT_HANDLERS]:
-                del self._handlers[old]
-        return self._handlers[job.digest]
+    def _handler(self, job: Job) -> Handler:
+        """The warm handler of a job that is allowed here."""
+        if job.digest not in self._strong:
+            require_strength(self._site, plan_of(job))
+            self._strong.add(job.digest)
+        with admitted(job, Identity(job.digest, 1, 1)):
+            return handler_for(job.canonical(), sole_owner(job, self._client(job)))
 
     # --- statements -----------------------------------------------------------------------------
 
