@@ -190,8 +190,9 @@ class Agent:
         self._audit.note("admitted", about=about)
         rows = handler.data.rows(identity.client)
         size = len(rows.train) + len(rows.holdout)
-        with spending(handler.job, handler.plan, identity, None, kind, size, alone=True):
-            reply = self._replies.kept(identity, kind)
+        reply = self._replies.kept(identity, kind)
+        kept = reply is not None
+        with spending(handler.job, handler.plan, identity, None, kind, size, alone=True, kept=kept):
             if reply is None:
                 memory = self._memory.recall(handler.job)
                 with _at_most(self._site.policy.max_seconds):

@@ -41,11 +41,13 @@ def spending(
     examples: int,
     *,
     alone: bool = False,
+    kept: bool = False,
 ) -> Iterator[None]:
     """Run a block that computes a release; whatever goes wrong in it is told to nobody but the site's own log.
 
     `alone`: nobody else serves this site's requests, so a reservation that a crash left open pays for the same release
-    when it is asked for again, and being stopped leaves it open.
+    when it is asked for again, and being stopped leaves it open. `kept`: the bytes to be released were computed before,
+    and what was paid for them is paid.
     """
     if plan is None:
         yield
@@ -61,7 +63,7 @@ def spending(
     require_agreement(site, job, plan.section, identity)
     with open_site_ledger(site) as ledger:
         _warn_about_delta(site, job, plan, examples)
-        reservations = _reserve(ledger, site, job, plan, identity, purpose, examples, alone)
+        reservations = _reserve(ledger, site, job, plan, identity, purpose, examples, alone, kept)
         try:
             with _silent_failures():
                 yield
@@ -118,6 +120,7 @@ def _reserve(
     purpose: Purpose,
     examples: int,
     alone: bool,
+    kept: bool,
 ) -> "list[Reservation]":
     from privacy.ledger import Refusal
     from privacy.site_budgets import account_for
@@ -133,7 +136,7 @@ def _reserve(
             raise not_admitted(job)
         reservations.append(paid or ledger.reserve(whole))
         charge = counted(charge, plan)
-    unsettled = ledger.unsettled(charge) if alone else None
+    unsettled = ledger.unsettled(charge, kept=kept) if alone else None
     if unsettled is not None:
         return [*reservations, unsettled]
     (result,) = ledger.reserve_all([charge], most_releases(plan, purpose))

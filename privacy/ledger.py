@@ -166,18 +166,23 @@ class Ledger:
         with self._reading() as transaction:
             return posting.whole_job(transaction, charge)
 
-    def unsettled(self, charge: Charge) -> Reservation | None:
+    def unsettled(self, charge: Charge, *, kept: bool = False) -> Reservation | None:
         """The reservation of this very release that a crash left open.
 
         Nothing was released under it if releases leave only after `commit`, and it may then pay for the same release.
         That holds for a caller that computes nothing else meanwhile: two processes that both go on with one reservation
-        would release twice for one charge.
+        would release twice for one charge. `kept`: the caller still has the bytes that were to be released, so that a
+        reservation that was committed for them pays for them too.
         """
         with self._reading() as transaction:
-            entry = transaction.unsettled(charge.account, charge.identity, charge.purpose)
-            if entry is None or entry.body["event"] != transaction.event(charge.event)[0]:
+            found = transaction.newest(charge.account, charge.identity, charge.purpose)
+            if found is None:
                 return None
-            return Reservation(entry.body["token"], entry.seq, entry.account, entry.body["event"])
+            entry, outcome = found
+            pays = outcome is None or (kept and outcome == "released")
+            if not pays or entry.body["event"] != transaction.event(charge.event)[0]:
+                return None
+            return Reservation(entry.body["token"], entry.seq, entry.account, entry.body["event"], outcome)
 
     def commit(self, reservations: Sequence[Reservation], outcome: Outcome = "released") -> None:
         """Write down what became of reservations, in one transaction. Never a refund; once more is no error."""
