@@ -50,9 +50,11 @@ def test_the_template_is_a_site(tmp_path):
 
 def test_what_the_template_leaves_commented_is_valid_too(tmp_path):
     settings = [line.removeprefix("# ") for line in TEMPLATE.splitlines() if line.startswith("# ") and " = " in line]
+    settings = settings[: next(i for i, line in enumerate(settings) if line.startswith("signers"))]  # [policy] follows
     section = next(i for i, line in enumerate(settings) if line.startswith("dir"))
     text = TEMPLATE.format(name="clinic").replace("\n\n[datasets", "\n" + "\n".join(settings[:section]) + "\n[datasets")
-    data = load_site(write(tmp_path, text + "\n".join(settings[section:]))).datasets["digits"]
+    text = text.replace("\n[policy]", "\n".join(settings[section:]) + "\n[policy]")
+    data = load_site(write(tmp_path, text)).datasets["digits"]
     assert (data.dir, data.order, data.period_days, data.allow_non_private) == ("data", 6.0, 365.0, True)
     plain = load_site(write(tmp_path, TEMPLATE.format(name="clinic"))).datasets["digits"]
     assert (plain.dir, plain.allow_non_private) == (None, False)
@@ -157,7 +159,7 @@ def test_what_is_missing_is_named(asked, message, tmp_path):
 BAD = {
     "no site": ("", "site: field required"),
     "unknown key": (SITE.replace("unit =", "unti ="), "unknown key 'datasets.patients.unti'"),
-    "unknown section": (SITE + "[policy]\n", "unknown key 'policy'"),
+    "unknown section": (SITE + "[polity]\n", "unknown key 'polity'"),
     "epsilon 0": (SITE.replace("epsilon = 8.0", "epsilon = 0.0"), "datasets.digits.epsilon must be > 0"),
     "epsilon missing": (SITE.replace("epsilon = 8.0", ""), "datasets.digits.epsilon: field required"),
     "delta 1": (SITE.replace("1e-6", "1.0"), "datasets.digits.delta must be < 1"),
