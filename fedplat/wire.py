@@ -75,11 +75,12 @@ class Identity:
 
 
 def encode_arrays(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+    return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
 
 
 def decode_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
-    return {name: array.numpy() for name, array in record.items()}
+    """In C order, whatever order was sent: safetensors writes other arrays down wrong, without a word."""
+    return {name: np.asarray(array.numpy(), order="C") for name, array in record.items()}
 
 
 def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype]:

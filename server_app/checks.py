@@ -154,7 +154,7 @@ def _decode(name: str, array: Array, model: np.ndarray) -> np.ndarray:
     try:
         shape, dtype = wire.npy_header(array.data)
         _check_header(name, shape, str(dtype), model)
-        decoded: np.ndarray = array.numpy()
+        decoded = np.asarray(array.numpy(), order="C")  # as the model's: see `wire.decode_arrays`
     except (ValueError, TypeError, OSError, EOFError) as error:
         raise Refused(f"array '{name}' can't be decoded: {error}") from None
     return decoded
