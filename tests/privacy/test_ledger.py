@@ -326,3 +326,34 @@ def test_a_budget_without_room_is_refused(ledger):
 def test_insecure_noise_is_written_down(ledger):
     ledger.reserve(charge(insecure_noise=True))
     assert ledger.balance(ACCOUNT).insecure_releases == 1
+
+
+# --- what a crash left open ---------------------------------------------------------------------
+
+
+def test_an_open_reservation_is_found_again_by_its_own_release_only(ledger):
+    reserved = ledger.reserve(charge(1))
+    assert ledger.unsettled(charge(1)) == reserved
+    for other in (charge(2), charge(1, job="other"), charge(1, noise=4.0), charge(1, purpose="evaluate")):
+        assert ledger.unsettled(other) is None
+    head = ledger.head()
+    assert ledger.unsettled(charge(1)) == reserved and ledger.head() == head  # looking is free
+
+
+@pytest.mark.parametrize("outcome", ["released", "failed"])
+def test_a_settled_reservation_is_not_found_again(ledger, outcome):
+    ledger.commit([ledger.reserve(charge(1))], outcome)
+    assert ledger.unsettled(charge(1)) is None
+
+
+def test_only_the_newest_reservation_of_a_release_counts(ledger):
+    """One that was left open before a later one was settled belongs to a release that may have left."""
+    ledger.reserve(charge(1))
+    ledger.commit([ledger.reserve(charge(1))])
+    assert ledger.unsettled(charge(1)) is None
+    newest = ledger.reserve(charge(1))
+    assert ledger.unsettled(charge(1)) == newest
+    with Ledger.open(ledger.path) as again:
+        assert again.unsettled(charge(1)) == newest
+        again.commit([newest])
+    assert ledger.unsettled(charge(1)) is None
