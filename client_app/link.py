@@ -6,6 +6,7 @@ the question asked again, so that a message is taken up at once.
 """
 
 import asyncio
+import re
 import ssl
 import time
 
@@ -22,6 +23,7 @@ BUSY_POLL_S, IDLE_POLL_S, BUSY_FOR_S = 0.1, 1.0, 60.0
 LARGEST_BODY = 16 << 20
 _HOP = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"})
 _NOT_BACK = _HOP | {"content-encoding", "date"}
+_NAME = re.compile(r"[a-z-]+")
 
 
 class Link:
@@ -32,15 +34,17 @@ class Link:
         self._last_message = time.monotonic()
 
     async def forward(self, request: Request) -> Response:
+        if not _NAME.fullmatch(request.path_params["name"]):  # httpx would resolve "..", and leave the fleet API
+            return Response(status_code=404)
         body = await request.body()
         if len(body) > LARGEST_BODY:
             return Response(status_code=413)
-        headers = {name: value for name, value in request.headers.items() if name not in _HOP}
+        headers = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in _HOP]
         until = time.monotonic() + HOLD_S
         while True:
             try:
                 answer = await self._client.post(request.url.path, content=body, headers=headers)
-            except httpx.TransportError:
+            except (httpx.TransportError, ssl.SSLError):  # a TLS alert after the handshake comes as it is
                 return Response("the server can't be reached", status_code=503)
             if request.url.path != POLL_PATH or answer.status_code != httpx.codes.OK:
                 break
@@ -51,10 +55,8 @@ class Link:
                 break
             busy = time.monotonic() - self._last_message < BUSY_FOR_S
             await asyncio.sleep(BUSY_POLL_S if busy else IDLE_POLL_S)
-        kept = {
-            name: value for name, value in answer.headers.items() if name not in _HOP | {"content-encoding", "date"}
-        }
+        kept = {name: value for name, value in answer.headers.items() if name not in _NOT_BACK}
         return Response(answer.content, answer.status_code, kept)
 
     def app(self) -> Starlette:
-        return Starlette(routes=[Route("/v1/fleet/{rest:path}", self.forward, methods=["POST"])])
+        return Starlette(routes=[Route("/v1/fleet/{name}", self.forward, methods=["POST"])])
