@@ -54,4 +54,7 @@ class SignedJob(BaseModel):
         body = self.model_dump(exclude={"signature"})
         if not is_signed(operator.identity, self.signature, PURPOSE, body):
             raise UsageError(f"the job's signature is not operator '{self.operator}''s")
-        return Job.from_canonical(self.job)
+        job = Job.from_canonical(self.job)
+        if job.canonical() != self.job:  # else this installation's defaults would decide, which nobody signed
+            raise UsageError("the signed job is not written out in full, as this version writes it. Submit it again")
+        return job
