@@ -24,9 +24,7 @@ EXAMPLES = 100
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     file = tmp_path / "site.toml"
-    file.write_text(
-        "[site]\nname = 'hospital'\n[datasets.digits]\ntasks = ['digits']\nepsilon = 50.0\ndelta = 1e-5\n"
-    )
+    file.write_text("[site]\nname = 'hospital'\n[datasets.digits]\ntasks = ['digits']\nepsilon = 50.0\ndelta = 1e-5\n")
     made = load_site(file)
     create_site_ledger(made)
     monkeypatch.setenv(ENVIRONMENT, str(file))
@@ -64,7 +62,9 @@ def until_killed(job: Job, plan: PrivacyPlan, identity: Identity, mark: Path, pu
         time.sleep(600)
 
 
-def die_while_computing(private: tuple[Job, PrivacyPlan], identity: Identity, folder: Path, purpose: Purpose = "train") -> None:
+def die_while_computing(
+    private: tuple[Job, PrivacyPlan], identity: Identity, folder: Path, purpose: Purpose = "train"
+) -> None:
     """A process of its own reserves, begins to compute, and is killed."""
     mark = folder / "computing"
     mark.unlink(missing_ok=True)
