@@ -1,5 +1,6 @@
 """A party's roster goes forward, whoever writes it and whenever: a revocation stays."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_a_pod_that_starts_again_keeps_a_newer_roster_and_its_own_rules(
     objects = yaml.safe_load_all((secret / "kubernetes" / file).read_text())
     pod = next(made for made in objects if made["kind"] == "Deployment")["spec"]["template"]["spec"]
     script = pod["initContainers"][0]["command"][2].partition(" && chown")[0]
-    script = script.replace("/secret", str(secret)).replace("/kit", str(kit))
+    script = re.sub("/(secret|kit)/", lambda found: f"{secret if found[1] == 'secret' else kit}/", script)
 
     def start() -> None:
         subprocess.run(["sh", "-c", script], check=False, capture_output=True)
