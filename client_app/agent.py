@@ -26,6 +26,7 @@ from client_app.handler import Handler, handler_for
 from client_app.policy import PolicyRefusal, own_client, require_allowed, require_hours, require_strength
 from client_app.replies import ReplyStore
 from client_app.requests import most_objects, read_request
+from client_app.site_lock import lock_ledger
 from client_app.site_memory import SiteMemory
 from client_app.spending import admit_job, spending
 from client_app.statements import NotYet, Statements
@@ -59,7 +60,7 @@ class Agent:
         os.environ[ENVIRONMENT] = str(kit.site_file)  # the door and the ledger of this process
         self._state = kit.state_folder
         self._state.mkdir(mode=0o700, exist_ok=True)
-        self._lock = _lock(self._state / "agent.lock")
+        self._locks = _lock(self._state / "agent.lock"), lock_ledger(self._site)
         self._roster = RosterFile(kit.roster, kit.authority)
         self._audit = AuditLog(self._state / "audit.jsonl")
         self._replies = ReplyStore(self._state / "replies")

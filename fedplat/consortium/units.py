@@ -40,7 +40,7 @@ RestartSec=2
 _COPY = (
     "umask 077; version() { sed -n 's/^ *\"version\": *\\([0-9]*\\).*/\\1/p' $1 2>/dev/null | head -n 1; }; "
     "for f in /secret/*; do n=$(basename $f); [ $n = site.toml ] && [ -e /kit/$n ] && continue; "
-    "[ $n = roster.json ] && [ \"$(version /kit/$n)\" ] && [ $(version /kit/$n) -gt $(version $f) ] && continue; "
+    '[ $n = roster.json ] && [ "$(version /kit/$n)" ] && [ $(version /kit/$n) -gt $(version $f) ] && continue; '
     "cp -L $f /kit/$n; done"
 )
 """For a plain sh. A roster with a revocation must not be followed by the one before it."""
@@ -83,6 +83,10 @@ Wants=network-online.target
 ExecStart=/usr/bin/env fedplat site start {kit}
 # Add the ledger's directory if it is elsewhere. Data under /home needs ProtectHome=read-only.
 ReadWritePaths={kit}
+RuntimeDirectory=fedplat/{consortium}-{name}
+RuntimeDirectoryMode=0711
+LogsDirectory=fedplat/{consortium}-{name}
+LogsDirectoryMode=0711
 {_QUIET}{_HARDENED.format(devices="no", capabilities=capabilities)}
 [Install]
 WantedBy=multi-user.target
@@ -143,12 +147,18 @@ spec:
       containers:
         - {_container("site", 0, SITE_CAPABILITIES)}
           command: [fedplat, site, start, /kit]
-          volumeMounts: [{{name: kit, mountPath: /kit}}, {{name: temporary, mountPath: /tmp}}]
+          volumeMounts:
+            - {{name: kit, mountPath: /kit}}
+            - {{name: temporary, mountPath: /tmp}}
+            - {{name: run, mountPath: /run/fedplat}}
+            - {{name: logs, mountPath: /var/log/fedplat}}
           # Mount the site's data here, read only, and name it in site.toml.
       volumes:
         - {{name: secret, secret: {{secretName: {app}-kit}}}}
         - {{name: kit, persistentVolumeClaim: {{claimName: {app}-state}}}}
         - {{name: temporary, emptyDir: {{}}}}
+        - {{name: run, emptyDir: {{medium: Memory}}}}
+        - {{name: logs, emptyDir: {{}}}}
 """
 
 

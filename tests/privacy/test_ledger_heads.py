@@ -90,7 +90,15 @@ def test_a_statement_is_its_speakers_own():
     told = statement("north", head("south", 3))
     assert told.is_genuine(ROSTER) and told.about("south") == head("south", 3) and told.about("west") is None
     assert not statement("north", by="south").is_genuine(ROSTER)
-    for change in ({"time": 2.0}, {"heads": ()}, {"nonce": "aa" * 16}, {"heard": {"west": "aa" * 16}}, {"audit": "11" * 32}, {"budget": {"digits": 1.0}}, {"site": "south"}):
+    for change in (
+        {"time": 2.0},
+        {"heads": ()},
+        {"nonce": "aa" * 16},
+        {"heard": {"west": "aa" * 16}},
+        {"audit": "11" * 32},
+        {"budget": {"digits": 1.0}},
+        {"site": "south"},
+    ):
         assert not told.model_copy(update=change).is_genuine(ROSTER)
 
 
