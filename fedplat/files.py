@@ -47,7 +47,7 @@ def write_directory(path: Path, files: Mapping[str, bytes]) -> None:
 
 def _write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with open(descriptor, "wb") as file:
+    with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -110,7 +110,8 @@ def test_the_transports_directory_is_the_nodes_alone_and_gone_at_the_end(kit: Si
     node = pwd.getpwnam(NODE).pw_uid
     assert made.transport.parent == tmp_path / "run" and made.transport.parent.stat().st_uid == 0
     for path in (made.transport, *made.transport.iterdir()):
-        assert path.stat().st_uid == node and not path.stat().st_mode & 0o077 or path.name == "local.crt"
+        assert path.stat().st_uid == node
+        assert not path.stat().st_mode & 0o077 or path.name == "local.crt"
     assert [program.user for program in made.programs] == [NODE, NODE, OWNER]
     assert kit.local_certificate.stat().st_uid == pwd.getpwnam(OWNER).pw_uid
     assert kit.local_certificate.read_bytes() == (made.transport / "local.crt").read_bytes()

@@ -147,9 +147,13 @@ def signed(**body: object) -> str:
     return unsigned.model_copy(update={"signature": KEYS["north"].sign(STATEMENT, unsigned.body())}).model_dump_json()
 
 
+def _of(site: str) -> SignedHead:
+    return head("south", 1).model_copy(update={"site": site})
+
+
 BEYOND = {
     "two heads of one site": lambda: signed(heads=(head("south", 1), head("south", 2))),
-    "more heads than sites can be": lambda: signed(heads=tuple(head("south", 1).model_copy(update={"site": f"s{n}"}) for n in range(257))),
+    "more heads than sites can be": lambda: signed(heads=tuple(_of(f"s{n}") for n in range(257))),
     "more budgets than there are accounts": lambda: signed(budget={f"a{n}": 1.0 for n in range(65)}),
     "more heard than sites can be": lambda: signed(heard={f"s{n}": "" for n in range(257)}),
     "from the future": lambda: signed(time=clock.time() + 301),
@@ -157,8 +161,8 @@ BEYOND = {
     "a number that no ledger can have": lambda: signed(heads=(head("south", 1).model_copy(update={"seq": 2**63}),)),
     "an endless name": lambda: signed(heads=(head("south", 1).model_copy(update={"ledger": "x" * 65}),)),
     "an endless nonce": lambda: signed(nonce="a" * 33),
-    "an infinite budget": lambda: statement("north").model_dump_json().replace('"budget":null', '"budget":{"a":Infinity}'),
-    "a budget that is none": lambda: statement("north").model_dump_json().replace('"budget":null', '"budget":{"a":NaN}'),
+    "an infinite budget": lambda: signed().replace('"budget":null', '"budget":{"a":Infinity}'),
+    "a budget that is none": lambda: signed().replace('"budget":null', '"budget":{"a":NaN}'),
 }  # fmt: skip
 
 
