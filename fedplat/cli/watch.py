@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fedplat.errors import JobError
+from fedplat.errors import JobError, UsageError
 from fedplat.events import EVENT, Checkpointed, ClientFailed, Evaluated, Event, RoundFinished, RunFailed, RunFinished
 from fedplat.job import Job
 
@@ -24,11 +24,11 @@ PATIENCE_S = 120.0
 
 def lines_of(control: "Control", run_id: int, follow: bool) -> Iterator[str]:
     """Complete lines of a run's log; with `follow` until the run ends, over broken connections too."""
-    after, rest, lost_at = 0.0, "", None
+    after, rest, lost_at, active = 0.0, "", None, True
     while True:
-        (run,) = control.runs(run_id)
-        active = run.status in RUNNING
         try:
+            run = _the_run(control, run_id)
+            active = run.status in RUNNING
             if run.status not in ("pending", "starting"):
                 for text, read_until in control.logs(run_id, after):
                     after, lost_at, rest = read_until, None, rest + text
@@ -38,11 +38,19 @@ def lines_of(control: "Control", run_id: int, follow: bool) -> Iterator[str]:
                         return
         except JobError:
             lost_at = lost_at or time.monotonic()
-            if time.monotonic() - lost_at > PATIENCE_S:
+            if not follow or time.monotonic() - lost_at > PATIENCE_S:
                 raise
+            active = True
         if not active or not follow:
             return
         time.sleep(ASK_AGAIN_S)
+
+
+def _the_run(control: "Control", run_id: int) -> "RunStatus":
+    found = control.runs(run_id)
+    if not found:
+        raise UsageError(f"the server knows no run {run_id}. List them with: fedplat status")
+    return found[0]
 
 
 def event_of(line: str) -> Event | None:
@@ -71,7 +79,7 @@ def follow_run(control: "Control", run_id: int, job: Job, console: "Console") ->
                     failure = line.removeprefix("error: ")
                 elif line.startswith("run "):
                     directory = line.removeprefix("run ").strip()
-            (run,) = control.runs(current)
+            run = _the_run(control, current)
             lost = run.status == "finished:failed" and not failure and not isinstance(last, RunFinished)
             current = _continuation(control, directory, current) if lost and directory else None
     if isinstance(last, RunFinished):
@@ -154,6 +162,12 @@ def progress_of(control: "Control", run: "RunStatus") -> dict[str, Any]:
 
 def considered(control: "Control", run_id: int) -> dict[str, str]:
     """The sites' answers to a dry run."""
+    deadline = time.monotonic() + PATIENCE_S
+    while _the_run(control, run_id).status in ("pending", "starting"):
+        if time.monotonic() > deadline:
+            control.stop_run(run_id)
+            raise JobError("the server is busy with another run and did not get to ask the sites. Try again later")
+        time.sleep(ASK_AGAIN_S)
     for line in lines_of(control, run_id, follow=True):
         if line.startswith('{"considered"'):
             return dict(json.loads(line)["considered"])
