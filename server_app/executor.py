@@ -6,6 +6,7 @@ SuperLink has given the run up meanwhile (a minute without a heartbeat), it star
 Sites know a round by the job's identity, not by Flower's run, so they answer again with what they had computed.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -26,7 +27,7 @@ from fedplat.flower.control import ACTION_KEY, Control
 from fedplat.flower.run_grid import RunGrid
 from fedplat.flower.tasks import SERVER_TASK, RunStopped, RuntimeApi, Task, TaskLost, TaskQueue
 from fedplat.job import Job
-from fedplat.rundir import RunDirectory, new_run_path
+from fedplat.rundir import RunDirectory, list_runs, new_run_path
 from fedplat.wire import JOB_KEY
 from server_app.exchange import Exchange
 from server_app.run import is_finished, resume_run, start_run
@@ -41,7 +42,9 @@ CONSIDER, RESUME = "consider", "resume:"
 ACTIVE = ("pending", "starting", "running")
 CONSIDER_DEADLINE_S = 60.0
 POLL_S = 0.2
-ROSTER_EVERY_S = 10.0
+LOOK_EVERY_S = 5.0
+LOST = "No heartbeat received"
+"""How Flower explains that it gave a run up."""
 RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")
 
 
@@ -94,8 +97,9 @@ class Executor:
                 self._take(token)
                 continue
             time.sleep(POLL_S)
-            if time.monotonic() - looked > ROSTER_EVERY_S:
+            if time.monotonic() - looked > LOOK_EVERY_S:
                 self._register_sites()
+                self._recover_lost()
                 looked = time.monotonic()
 
     # --- sites ----------------------------------------------------------------------------------
@@ -176,6 +180,25 @@ class Executor:
                 logger.info("run %d was lost (%s): going on in a new one", current.run_id, status)
                 self._control.start_run(current.job, action)
         self._file.unlink(missing_ok=True)
+
+    def _recover_lost(self) -> None:
+        """Runs that Flower gave up while nobody knew of them: this process was killed before it had noted them."""
+        runs = self._control.runs()
+        for number, run in enumerate(runs):
+            given_up = run.status == "finished:failed" and LOST in run.details
+            if given_up and not any(later.job == run.job for later in runs[number + 1 :]):
+                directory = self._unfinished(run.job)
+                logger.info("run %d was lost before it was noted: going on in a new one", run.run_id)
+                self._control.start_run(run.job, f"{RESUME}{directory}" if directory else run.action)
+
+    def _unfinished(self, signed: str) -> str:
+        """The newest run directory of a job that is not finished, if there is one."""
+        with contextlib.suppress(FedplatError):
+            digest = Job.from_canonical(SignedJob.parse(signed).job).digest
+            for run in reversed(list_runs(self._kit.runs_folder)):
+                if run.job().digest == digest:
+                    return "" if is_finished(run) else run.id
+        return ""
 
     def _drive(self, task: Task, current: Current) -> None:
         signed = SignedJob.parse(current.job)
