@@ -48,7 +48,12 @@ class StatementStore:
     def take(self, content: RecordDict, site: str) -> None:
         """Take a reply's statement off it. A site speaks for itself only."""
         record = content.pop(wire.SITE, None)
-        if isinstance(record, ConfigRecord) and self._hear(str(record.get("statement", "")), site):
+        try:
+            news = isinstance(record, ConfigRecord) and self._hear(str(record.get("statement", "")), site)
+        except Exception as error:  # whatever it is that a site says there, its update is judged by itself
+            logger.warning("site %s: its statement can't be read: %s", site, type(error).__name__)
+            return
+        if news:
             stored = [statement.model_dump_json() for statement in self.newest.values()]
             write_file(self._path, json.dumps(stored).encode(), mode=0o600)
 
