@@ -41,7 +41,7 @@ CONSIDER, RESUME = "consider", "resume:"
 CONSIDER_DEADLINE_S = 60.0
 POLL_S = 0.2
 ROSTER_EVERY_S = 10.0
-RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")
+RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}\Z")
 
 
 @dataclass(frozen=True)
