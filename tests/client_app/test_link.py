@@ -224,7 +224,8 @@ def test_a_held_poll_keeps_nobody_else_waiting(world):
 
 OTHERS = [
     "/", "/v1", "/v1/fleet", "/v1/control/start-run", "/v1/runtime/acquire-task", "/v2/fleet/x", "/docs",
-    "/v1/fleet/../control/start-run", "/v1/fleet/../../v1/runtime/acquire-task", "/v1/fleet/%2e%2e/runtime/acquire-task",
+    "/v1/fleet/../control/start-run", "/v1/fleet/../../v1/runtime/acquire-task",
+    "/v1/fleet/%2e%2e/runtime/acquire-task",
     "/v1/fleet/..%2fruntime/acquire-task", "/v1/fleet/./../runtime/acquire-task", "/V1/FLEET/x",
 ]  # fmt: skip
 
@@ -237,7 +238,9 @@ def raw(client: httpx.Client, path: str, method: str = "POST") -> int:
         socket.create_connection(("127.0.0.1", url.port), timeout=DEADLINE_S) as plain,
         context.wrap_socket(plain) as secure,
     ):
-        secure.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        secure.sendall(
+            f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+        )
         return int(secure.recv(65536).split()[1])
 
 
@@ -261,7 +264,7 @@ def test_a_body_over_the_limit_is_refused_and_one_at_the_limit_is_carried(world)
 
 
 def test_a_server_that_is_down_or_not_the_consortiums_is_a_503(party, world, tmp_path):
-    authority, folder = party
+    folder = party[1]
     local = LocalTls.create(tmp_path)
     credentials = Credentials(folder / "tls.crt", folder / "tls.key", folder / "authority" / "ca.crt")
     with socket.socket() as closed:

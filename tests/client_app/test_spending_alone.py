@@ -24,9 +24,7 @@ EXAMPLES = 100
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     file = tmp_path / "site.toml"
-    file.write_text(
-        "[site]\nname = 'hospital'\n[datasets.digits]\ntasks = ['digits']\nepsilon = 50.0\ndelta = 1e-5\n"
-    )
+    file.write_text("[site]\nname = 'hospital'\n[datasets.digits]\ntasks = ['digits']\nepsilon = 50.0\ndelta = 1e-5\n")
     made = load_site(file)
     create_site_ledger(made)
     monkeypatch.setenv(ENVIRONMENT, str(file))
@@ -64,7 +62,9 @@ def until_killed(job: Job, plan: PrivacyPlan, identity: Identity, mark: Path, pu
         time.sleep(600)
 
 
-def die_while_computing(private: tuple[Job, PrivacyPlan], identity: Identity, folder: Path, purpose: Purpose = "train") -> None:
+def die_while_computing(
+    private: tuple[Job, PrivacyPlan], identity: Identity, folder: Path, purpose: Purpose = "train"
+) -> None:
     """A process of its own reserves, begins to compute, and is killed."""
     mark = folder / "computing"
     mark.unlink(missing_ok=True)
@@ -102,9 +102,11 @@ def test_a_released_one_pays_for_nothing_more(private, site):
 
 
 def test_a_failed_one_pays_for_nothing_more(private, site):
-    with pytest.raises(JobError, match="private training failed"):
-        with spending(*private, who(private[0]), None, "train", EXAMPLES, alone=True):  # noqa: SIM117
-            raise RuntimeError("disk on fire")
+    with (
+        pytest.raises(JobError, match="private training failed"),
+        spending(*private, who(private[0]), None, "train", EXAMPLES, alone=True),
+    ):
+        raise RuntimeError("disk on fire")
     assert outcomes(site) == ["failed"]
     serve(private, who(private[0]))
     assert len(entries(site, "reserve")) == 2 and outcomes(site) == ["failed", "released"]
@@ -148,18 +150,16 @@ def test_without_alone_it_is_a_new_spend(private, site, tmp_path):
 
 @pytest.mark.parametrize("stopped", [KeyboardInterrupt, SystemExit])
 def test_being_stopped_leaves_it_open(stopped, private, site):
-    with pytest.raises(stopped):
-        with spending(*private, who(private[0]), None, "train", EXAMPLES, alone=True):  # noqa: SIM117
-            raise stopped
+    with pytest.raises(stopped), spending(*private, who(private[0]), None, "train", EXAMPLES, alone=True):
+        raise stopped
     assert len(entries(site, "reserve")) == 1 and outcomes(site) == []
     serve(private, who(private[0]))
     assert len(entries(site, "reserve")) == 1 and outcomes(site) == ["released"]
 
 
 def test_without_alone_being_stopped_settles_it(private, site):
-    with pytest.raises(KeyboardInterrupt):
-        with spending(*private, who(private[0]), None, "train", EXAMPLES):  # noqa: SIM117
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), spending(*private, who(private[0]), None, "train", EXAMPLES):
+        raise KeyboardInterrupt
     assert outcomes(site) == ["failed"]
 
 

@@ -24,7 +24,6 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
-
 @LAWS
 @given(purposes, purposes, json_values, json_values)
 def test_a_signature_holds_for_its_purpose_and_value_alone(purpose, other_purpose, value, other):

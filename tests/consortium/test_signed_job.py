@@ -109,7 +109,17 @@ def test_a_name_can_not_be_claimed_with_another_key():
         SignedJob.sign(JOB, "alpha", "olga", OTTO, 1000.0).verified(ROSTER)
 
 
-TEXTS = ["", "{}", "null", "[]", "junk", JOB.canonical(), SIGNED.text()[:-1], SIGNED.text()[:-1] + ',"x":1}', "[" * 99_999]
+TEXTS = [
+    "",
+    "{}",
+    "null",
+    "[]",
+    "junk",
+    JOB.canonical(),
+    SIGNED.text()[:-1],
+    SIGNED.text()[:-1] + ',"x":1}',
+    "[" * 99_999,
+]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:12]))
@@ -118,7 +128,9 @@ def test_a_run_without_a_signed_job_is_told_what_to_do(text):
         SignedJob.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", '{"job":{"rounds":7}}', '{"job":{"rounds":-1}}', "[" * 99_999, JOB.canonical() + "\n"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "{}", '{"job":{"rounds":7}}', '{"job":{"rounds":-1}}', "[" * 99_999, JOB.canonical() + "\n"]
+)
 def test_a_signature_does_not_make_nonsense_a_job(text):
     """An operator may sign anything: what is no job is refused all the same, and no default fills a gap."""
     body = {"job": text, "consortium": "alpha", "operator": "olga", "signed_at": 1.0}

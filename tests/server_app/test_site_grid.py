@@ -142,7 +142,9 @@ def test_what_is_lost_is_sent_again_until_it_is_answered(fate, job, store):
     ids = list(grid.push_messages(asked_of(grid)))
     assert set(answers(grid, ids)) == set(ids)
     assert all(inner.times()[site] >= 4 for site in SITES)
-    assert ids == [next(one.message_id for one in inner.sent if one.site == site) for site in ("south", "north", "west")]
+    assert ids == [
+        next(one.message_id for one in inner.sent if one.site == site) for site in ("south", "north", "west")
+    ]
 
 
 def test_what_is_answered_at_once_is_asked_once(job, store, monkeypatch):
