@@ -4,6 +4,7 @@ One JSON object per line; each carries the hash of the line before. A changed, r
 from there on; lines cut off the end don't show here, which is why the newest hash is also signed into every reply.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -31,9 +32,18 @@ class AuditLog:
         """Write a decision down, durably, before it takes effect."""
         entry = {"seq": self.seq + 1, "time": time.time(), "decision": decision, "reason": reason, **(about or {})}
         line = canonical.dumps(entry | {"previous": self.head})
-        os.write(self._file, line.encode() + b"\n")
-        os.fdatasync(self._file)
+        self._write(line.encode() + b"\n")
         self.seq, self.head = self.seq + 1, hashlib.sha256(line.encode()).hexdigest()
+
+    def _write(self, line: bytes) -> None:
+        end = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fdatasync(self._file)
+        except OSError as error:
+            os.truncate(self._file, end)  # a full disk must not leave half a line behind
+            raise JobError(f"{self.path}: can't be written: {error.strerror}. Nothing is served before") from None
 
     def close(self) -> None:
         os.close(self._file)

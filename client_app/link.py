@@ -7,6 +7,7 @@ believes that it was: the link takes its old activation back, with the proof of 
 """
 
 import asyncio
+import re
 import ssl
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ BUSY_POLL_S, IDLE_POLL_S, BUSY_FOR_S = 0.1, 1.0, 60.0
 LARGEST_BODY = 16 << 20
 _HOP = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"})
 _NOT_BACK = _HOP | {"content-encoding", "date"}
+_NAME = re.compile(r"[a-z-]+")
 
 
 class Link:
@@ -36,6 +38,8 @@ class Link:
         self._last_message = time.monotonic()
 
     async def forward(self, request: Request) -> Response:
+        if not _NAME.fullmatch(request.path_params["name"]):  # httpx would resolve "..", and leave the fleet API
+            return Response(status_code=404)
         path, body = request.url.path, await request.body()
         if len(body) > LARGEST_BODY:
             return Response(status_code=413)
@@ -47,7 +51,7 @@ class Link:
                 answer = await self._activate(body, headers)
             else:
                 answer = await self._client.post(path, content=body, headers=headers)
-        except httpx.TransportError:
+        except (httpx.TransportError, ssl.SSLError):  # a TLS alert after the handshake comes as it is
             return Response("the server can't be reached", status_code=503)
         kept = {name: value for name, value in answer.headers.items() if name not in _NOT_BACK}
         return Response(answer.content, answer.status_code, kept)
@@ -83,4 +87,4 @@ class Link:
             return 0
 
     def app(self) -> Starlette:
-        return Starlette(routes=[Route("/v1/fleet/{rest:path}", self.forward, methods=["POST"])])
+        return Starlette(routes=[Route("/v1/fleet/{name}", self.forward, methods=["POST"])])

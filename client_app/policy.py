@@ -13,6 +13,7 @@ from fedplat.consortium.signed_job import SignedJob
 from fedplat.errors import UsageError
 from fedplat.federation import client_name
 from fedplat.job import Job
+from privacy.site_budgets import dataset_for
 
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
@@ -66,6 +67,16 @@ def require_allowed(
     if job.evaluation.clients > 0 and job.privacy is None and policy.max_evaluations == 0:
         raise PolicyRefusal("max_evaluations", "this site releases no metrics without [privacy]")
     require_door(site, job)
+    _require_delta(site, job)
+
+
+def _require_delta(site: "Site", job: Job) -> None:
+    """A job's ε is claimed at a δ of its own; at a large one any noise claims little."""
+    delta = site.datasets[dataset_for(site, job.task.name)].delta
+    if site.policy.max_epsilon_per_job is not None and job.privacy is not None and job.privacy.delta > delta:
+        raise PolicyRefusal(
+            "max_epsilon_per_job", f"the job claims its ε at δ = {job.privacy.delta:g}, this site counts at {delta:g}"
+        )
 
 
 def require_hours(site: "Site", now: datetime | None = None) -> None:
@@ -78,11 +89,12 @@ def require_strength(site: "Site", plan: "PrivacyPlan | None") -> None:
     policy = site.policy
     if plan is None:
         return
-    noise = plan.section.noise_multiplier
-    if policy.min_noise_multiplier is not None and (noise is None or noise < policy.min_noise_multiplier):
-        raise PolicyRefusal(
-            "min_noise_multiplier", f"the job adds {noise}, this site wants {policy.min_noise_multiplier}"
-        )
+    added = [plan.section.noise_multiplier] + [plan.section.evaluation_noise] * (plan.evaluations > 0)
+    for noise in added:
+        if policy.min_noise_multiplier is not None and (noise is None or noise < policy.min_noise_multiplier):
+            raise PolicyRefusal(
+                "min_noise_multiplier", f"the job adds {noise}, this site wants {policy.min_noise_multiplier}"
+            )
     if policy.max_epsilon_per_job is not None and plan.epsilon() > policy.max_epsilon_per_job:
         claimed, most = plan.epsilon(), policy.max_epsilon_per_job
         raise PolicyRefusal("max_epsilon_per_job", f"the job claims ε = {claimed:.3g}, this site allows {most:g}")

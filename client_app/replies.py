@@ -94,7 +94,7 @@ class ReplyStore:
         try:
             layout = json.loads((path / "layout.json").read_text(encoding="utf-8"))
             arrays = safetensors.numpy.load_file(path / "arrays.safetensors")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise UsageError(
                 f"round {identity.round} was answered before, and the reply is no longer kept ({error})"
             ) from None
@@ -105,5 +105,5 @@ class ReplyStore:
 
     def _forget(self, identity: Identity) -> None:
         for path in (self._folder / identity.job[:32]).iterdir():
-            if not path.name.startswith(".") and int(path.name[:6]) <= identity.round - KEPT_ROUNDS:
+            if not path.name.startswith(".") and int(path.name.partition("-")[0]) <= identity.round - KEPT_ROUNDS:
                 shutil.rmtree(path, ignore_errors=True)

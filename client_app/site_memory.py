@@ -32,7 +32,7 @@ class SiteMemory:
             with safetensors.safe_open(path, "numpy") as file:
                 layout = json.loads(file.metadata()[_LAYOUT])
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
             raise JobError(f"{path}: what this site remembers of the job can't be read: {error}") from None
         return decode_records(layout, arrays)
 

@@ -15,6 +15,14 @@ def dumps(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def loads(text: str) -> Any:
+    """Read JSON from somebody who is not trusted: whatever is wrong with it is a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def digest(value: Any) -> str:
     """SHA-256 of the canonical JSON, in hex."""
     return hashlib.sha256(dumps(value).encode()).hexdigest()

@@ -7,6 +7,7 @@ identity it answers, so that the server can tell a stale or misdirected reply fr
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TypeVar
 
 import numpy as np
@@ -32,6 +33,8 @@ AGAIN = "again"
 """In a real site's reply: it can't answer yet, and why; the same request may be sent again."""
 REFUSED = "refused"
 """In a real site's reply: why it refuses. A content like any other, so that it can carry the site's statement."""
+NPY_HEADER_BYTES = 10_000
+"""No .npy header is longer."""
 JOB_KEY = "job"
 """The one run-config key that carries the job."""
 
@@ -68,17 +71,29 @@ class Identity:
         job, number, attempt, client = fields.values()
         if not (isinstance(job, str) and isinstance(client, str)):
             raise ValueError("identity: job and client must be text")
-        if not (isinstance(number, int) and isinstance(attempt, int)):
+        if type(number) is not int or type(attempt) is not int:  # True is no round
             raise ValueError("identity: round and attempt must be whole numbers")
         return cls(job, number, attempt, client)
 
 
 def encode_arrays(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+    return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in arrays.items()})
 
 
 def decode_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
-    return {name: array.numpy() for name, array in record.items()}
+    """In C order, whatever order was sent: safetensors writes other arrays down wrong, without a word."""
+    return {name: np.asarray(array.numpy(), order="C") for name, array in record.items()}
+
+
+def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype that .npy bytes themselves claim; `np.load` would believe them, or unzip an archive."""
+    file = BytesIO(data[:NPY_HEADER_BYTES])
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"unknown .npy version {version}")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return shape, dtype
 
 
 def reply_content(

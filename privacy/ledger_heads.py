@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedplat import canonical
 from fedplat.consortium.identity import SigningKey, is_signed
 from fedplat.consortium.roster import Hex32, PartyName, Roster
 from fedplat.errors import JobError
@@ -76,7 +77,7 @@ def sign_head(key: SigningKey, site: str, ledger: "Ledger") -> SignedHead:
 def parse_statement(text: str) -> Statement | None:
     """A statement, or None for what is none: it comes through a server that nobody trusts."""
     try:
-        return Statement.model_validate(json.loads(text))
+        return Statement.model_validate(canonical.loads(text))
     except (ValueError, ValidationError):
         return None
 
@@ -91,7 +92,7 @@ class KnownHeads:
             try:
                 stored = json.loads(path.read_text(encoding="utf-8"))
                 self._heads = {name: SignedHead.model_validate(head) for name, head in stored.items()}
-            except (ValueError, ValidationError) as error:
+            except (ValueError, AttributeError, ValidationError) as error:
                 raise JobError(f"{path}: can't be read ({error}). Put it back from the newest copy") from None
 
     def all(self) -> Mapping[str, SignedHead]:

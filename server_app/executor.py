@@ -45,7 +45,7 @@ POLL_S = 0.2
 LOOK_EVERY_S = 5.0
 LOST = "No heartbeat received"
 """How Flower explains that it gave a run up."""
-RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")
+RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}\Z")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Watching a run from afar: its events come as lines of its log, and look as they do in a simulation."""
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -24,24 +25,24 @@ PATIENCE_S = 120.0
 
 def lines_of(control: "Control", run_id: int, follow: bool) -> Iterator[str]:
     """Complete lines of a run's log; with `follow` until the run ends, over broken connections too."""
-    after, rest, lost_at, active = 0.0, "", None, True
+    after, rest, lost_at = 0.0, "", None
     while True:
+        run: RunStatus | None = None
         try:
             run = _the_run(control, run_id)
-            active = run.status in RUNNING
             if run.status not in ("pending", "starting"):
                 for text, read_until in control.logs(run_id, after):
-                    after, lost_at, rest = read_until, None, rest + text
+                    after, rest = read_until, rest + text
                     *whole, rest = rest.split("\n")
                     yield from whole
-                    if not follow and active:
+                    if not follow and run.status in RUNNING:
                         return
+            lost_at = None
         except JobError:
             lost_at = lost_at or time.monotonic()
-            if not follow or time.monotonic() - lost_at > PATIENCE_S:
+            if (run is None and not follow) or time.monotonic() - lost_at > PATIENCE_S:
                 raise
-            active = True
-        if not active or not follow:
+        if not follow or (lost_at is None and run is not None and run.status not in RUNNING):
             return
         time.sleep(ASK_AGAIN_S)
 
@@ -92,11 +93,13 @@ def _continuation(control: "Control", directory: str, before: int) -> int | None
     """The Flower run in which the server goes on with a run directory after it lost the one before."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        known = [run.run_id for run in control.runs()]
-        later = {run.run_id for run in control.runs() if run.action == f"resume:{directory}"}
-        for run_id in reversed(known[known.index(before) + 1 :]):
-            if run_id in later:
-                return run_id
+        with contextlib.suppress(JobError):  # it may still be away
+            runs = control.runs()
+            known = [run.run_id for run in runs]
+            later = runs[known.index(before) + 1 :] if before in known else runs
+            for run in reversed(later):
+                if run.action == f"resume:{directory}":
+                    return run.run_id
         time.sleep(ASK_AGAIN_S)
     return None
 
@@ -112,9 +115,8 @@ def _sentence(event: Event) -> str:
     match event:
         case RoundFinished():
             text = f"round {event.round}: {event.accepted} updates in {event.seconds:.1f} s"
-            text += f", {event.failed} failed, {event.late} late, {event.refused} refused" * (
-                event.failed + event.late > 0
-            )
+            missing = event.failed + event.late + event.refused
+            text += f", {event.failed} failed, {event.late} late, {event.refused} refused" * (missing > 0)
         case Evaluated():
             text = f"round {event.round}: " + ", ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
         case ClientFailed():

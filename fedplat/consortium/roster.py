@@ -4,12 +4,12 @@ Every party holds a copy and the authority's public key. A newer version replace
 because nobody but the authority can make one; an older version never replaces a newer one, so a revocation stays.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedplat import canonical
 from fedplat.consortium.identity import SigningKey, is_signed
 from fedplat.errors import UsageError
 from fedplat.files import write_file
@@ -68,7 +68,7 @@ class SignedRoster(_Frozen):
 
 def parse_roster(text: str) -> SignedRoster:
     try:
-        return SignedRoster.model_validate(json.loads(text))
+        return SignedRoster.model_validate(canonical.loads(text))
     except (ValueError, ValidationError) as error:
         raise UsageError(f"not a roster: {error}") from None
 

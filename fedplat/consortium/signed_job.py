@@ -5,10 +5,9 @@ one job file two different jobs on paper only: identity stays the job's digest, 
 replies that were cached.
 """
 
-import json
-
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from fedplat import canonical
 from fedplat.consortium.identity import SigningKey, is_signed
 from fedplat.consortium.roster import PartyName, Roster
 from fedplat.errors import UsageError
@@ -38,7 +37,7 @@ class SignedJob(BaseModel):
     @classmethod
     def parse(cls, text: str) -> "SignedJob":
         try:
-            return cls.model_validate(json.loads(text))
+            return cls.model_validate(canonical.loads(text))
         except (ValueError, ValidationError):
             raise UsageError("this run carries no signed job. Submit it with: fedplat submit job.toml") from None
 
@@ -55,4 +54,7 @@ class SignedJob(BaseModel):
         body = self.model_dump(exclude={"signature"})
         if not is_signed(operator.identity, self.signature, PURPOSE, body):
             raise UsageError(f"the job's signature is not operator '{self.operator}''s")
-        return Job.from_canonical(self.job)
+        job = Job.from_canonical(self.job)
+        if job.canonical() != self.job:  # else this installation's defaults would decide, which nobody signed
+            raise UsageError("the signed job is not written out in full, as this version writes it. Submit it again")
+        return job

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import safetensors.numpy
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -100,3 +100,13 @@ def test_reply_carries_identity_metrics_and_arrays() -> None:
     assert Identity.of(reply, "identity") == identity
     assert dict(reply.metric_records["metrics"]) == {"num-examples": 12, "loss": 0.5}
     assert payload_bytes(reply) == len(given_arrays["w"].data) >= 24
+
+
+def test_arrays_in_any_memory_order_survive_files() -> None:
+    """safetensors writes what lies in memory: a transposed array would come back scrambled."""
+    whole = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    views = {"fortran": np.asfortranarray(whole), "transposed": whole.T, "strided": whole[:, ::2, ::-1]}
+    for name, view in views.items():
+        for record in (encode_arrays({name: view}), ArrayRecord({name: Array(view)})):  # ours, and somebody else's
+            again = through_files(*encode_records(RecordDict({"state": record})))
+            assert np.array_equal(decode_arrays(again["state"])[name], view)

@@ -358,3 +358,34 @@ def test_who_makes_a_ledger_does_not_wait_for_ever(tmp_path, monkeypatch):
         Ledger.create(tmp_path / "ledger.sqlite", "hospital")
     os.close(held)
     Ledger.create(tmp_path / "ledger.sqlite", "hospital").close()
+
+
+# --- what a crash left open ---------------------------------------------------------------------
+
+
+def test_an_open_reservation_is_found_again_by_its_own_release_only(ledger):
+    reserved = ledger.reserve(charge(1))
+    assert ledger.unsettled(charge(1)) == reserved
+    for other in (charge(2), charge(1, job="other"), charge(1, noise=4.0), charge(1, purpose="evaluate")):
+        assert ledger.unsettled(other) is None
+    head = ledger.head()
+    assert ledger.unsettled(charge(1)) == reserved and ledger.head() == head  # looking is free
+
+
+@pytest.mark.parametrize("outcome", ["released", "failed"])
+def test_a_settled_reservation_is_not_found_again(ledger, outcome):
+    ledger.commit([ledger.reserve(charge(1))], outcome)
+    assert ledger.unsettled(charge(1)) is None
+
+
+def test_only_the_newest_reservation_of_a_release_counts(ledger):
+    """One that was left open before a later one was settled belongs to a release that may have left."""
+    ledger.reserve(charge(1))
+    ledger.commit([ledger.reserve(charge(1))])
+    assert ledger.unsettled(charge(1)) is None
+    newest = ledger.reserve(charge(1))
+    assert ledger.unsettled(charge(1)) == newest
+    with Ledger.open(ledger.path) as again:
+        assert again.unsettled(charge(1)) == newest
+        again.commit([newest])
+    assert ledger.unsettled(charge(1)) is None
