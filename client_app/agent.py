@@ -22,7 +22,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from client_app.admission import admitted, sole_owner
 from client_app.audit_log import AuditLog
 from client_app.handler import Handler, handler_for
-from client_app.policy import PolicyRefusal, own_client, require_allowed, require_hours, require_strength
+from client_app.policy import own_client, require_allowed, require_hours, require_strength
 from client_app.replies import ReplyStore
 from client_app.requests import EXTRA_BYTES, most_bytes, most_objects, read_request
 from client_app.site_memory import SiteMemory
@@ -39,6 +39,7 @@ from fedplat.job import Job
 from fedplat.wire import Identity
 from privacy import plan_of
 from privacy.site_budgets import ENVIRONMENT, load_site
+from privacy.site_policy import PolicyRefusal
 
 if TYPE_CHECKING:
     from fedplat.consortium.kit_files import SiteKit

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from client_app.admission import require_door
 from fedplat.consortium.signed_job import SignedJob
-from fedplat.errors import UsageError
 from fedplat.federation import client_name
 from fedplat.job import Job
 from privacy.site_budgets import dataset_for
+from privacy.site_policy import PolicyRefusal
 
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 
 CLOCK_SKEW_S = 300.0
 DAY_S = 86_400.0
-
-
-class PolicyRefusal(UsageError):
-    """What a site's own rule forbids."""
-
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(f"policy.{rule}: {message}")
-        self.rule = rule
 
 
 def own_client(job: Job, site: str) -> str:

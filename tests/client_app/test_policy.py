@@ -36,6 +36,7 @@ HONEST = """
 signers = ["olga"]
 min_cohort = 2
 max_rounds = 10
+max_steps = 50
 max_evaluations = 5
 max_epsilon_per_job = 3.0
 min_noise_multiplier = 0.5
@@ -105,6 +106,7 @@ BROKEN = {
     "a cohort of one": Case("min_cohort", "may be over 1 sites", {"cohort__size": 1, "cohort__min_replies": 1}),
     "noise too weak": Case("min_noise_multiplier", "wants 0.5", PRIVATE | {"privacy__noise_multiplier": 0.4}),
     "epsilon too large": Case("max_epsilon_per_job", "allows 3", PRIVATE | {"privacy__sample_rate": 1.0}),
+    "too many steps": Case("max_steps", "has 60 local steps", PRIVATE | {"local__steps": 60}),
     "by day": Case("hours", "works from 20:00-06:00", {}, when=NOON),
 }
 

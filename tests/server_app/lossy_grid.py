@@ -55,6 +55,8 @@ class LossyGrid(Grid):
     sent: list[Sent] = field(default_factory=list)
     activated: dict[str, str] = field(default_factory=dict)
     away: set[str] = field(default_factory=set)
+    keys: dict[str, bytes] = field(default_factory=dict)
+    """Public keys of the nodes, as Flower stores them."""
     pulls: int = 0
     _ready: dict[str, Message] = field(default_factory=dict)
     _not_before: dict[str, int] = field(default_factory=dict)
@@ -77,7 +79,12 @@ class LossyGrid(Grid):
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         return [
-            NodeInfo(node_id=FIRST_NODE_ID + i, name=site, last_activated_at=self.activated.get(site, "2026-01-01"))
+            NodeInfo(
+                node_id=FIRST_NODE_ID + i,
+                name=site,
+                last_activated_at=self.activated.get(site, "2026-01-01"),
+                public_key=self.keys.get(site, b""),
+            )
             for i, site in enumerate(self.sites)
             if site not in self.away
         ]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -16,7 +18,7 @@ from fedplat.consortium.identity import SigningKey
 from fedplat.consortium.roster import Roster, SiteEntry
 from fedplat.consortium.roster_file import RosterFile
 from fedplat.events import RoundFinished, read_events
-from fedplat.flower import CLIENT_RAISED
+from fedplat.flower import CLIENT_RAISED, node_key
 from fedplat.job import Job
 from fedplat.rundir import RunDirectory
 from fedplat.wire import Identity
@@ -32,6 +34,13 @@ NODES = ("eve", "south", "north", "west")
 """In the order of their node ids; eve is a site of the consortium, but not of the job."""
 SITES = ("north", "south", "west")
 KEYS = {name: SigningKey.generate() for name in NODES}
+NODE_KEYS = {
+    name: ec.generate_private_key(ec.SECP384R1())
+    .public_key()
+    .public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    .decode()
+    for name in NODES
+}
 DEADLINE_S = 30.0
 
 
@@ -60,7 +69,7 @@ def store(tmp_path: Path) -> StatementStore:
 
 
 def store_in(folder: Path) -> StatementStore:
-    entries = {name: SiteEntry(identity=key.public, node="") for name, key in KEYS.items()}
+    entries = {name: SiteEntry(identity=key.public, node=NODE_KEYS[name]) for name, key in KEYS.items()}
     roster = Roster(consortium="alpha", version=1, issued="now", sites=entries, operators={})
     roster.sign(AUTHORITY).save(folder / "roster.json")
     return StatementStore(folder / "statements.json", RosterFile(folder / "roster.json", AUTHORITY.public))
@@ -87,7 +96,8 @@ class Sites:
             return Message(content, reply_to=message)
 
     def grid(self, fate=None) -> LossyGrid:
-        return LossyGrid(LocalGrid(self.app, len(NODES), {}), NODES, fate or always())
+        keys = {name: node_key(ssh) for name, ssh in NODE_KEYS.items()}
+        return LossyGrid(LocalGrid(self.app, len(NODES), {}), NODES, fate or always(), keys=keys)
 
 
 def question(node: int, text: str = "?") -> Message:
