@@ -9,44 +9,46 @@ which the same request goes on, for the same price.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from client_app.admission import admitted
+from client_app.admission import admitted, sole_owner
 from client_app.audit_log import AuditLog
-from client_app.handler import Handler
+from client_app.handler import Handler, handler_for
 from client_app.policy import PolicyRefusal, own_client, require_allowed, require_hours, require_strength
 from client_app.replies import ReplyStore
-from client_app.requests import most_objects, read_request
+from client_app.requests import EXTRA_BYTES, most_bytes, most_objects, read_request
 from client_app.site_memory import SiteMemory
-from client_app.spending import spending
+from client_app.spending import admit_job, spending
 from client_app.statements import NotYet, Statements
 from fedplat import wire
 from fedplat.consortium.identity import SigningKey
 from fedplat.consortium.roster_file import RosterFile
 from fedplat.consortium.signed_job import SignedJob
 from fedplat.errors import FedplatError, UsageError
-from fedplat.flower import error_reply
+from fedplat.files import exclusive
 from fedplat.flower.tasks import CLIENT_TASK, Assignment, ClientTask, MessageLost, RuntimeApi, TaskLost, TaskQueue
 from fedplat.job import Job
 from fedplat.wire import Identity
-from privacy.site_budgets import ENVIRONMENT, dataset_for, load_site
+from privacy import plan_of
+from privacy.site_budgets import ENVIRONMENT, load_site
 
 if TYPE_CHECKING:
     from fedplat.consortium.kit_files import SiteKit
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.05
-KEPT_HANDLERS = 2
-CONSIDER = "query.consider"
+CONSIDER, ADMIT = "query.consider", "query.admit"
+MOST_TRIES = 2
+FEW_OBJECTS = 64
+"""Parts that a message without arrays has at most."""
 
 
 class Agent:
@@ -57,14 +59,14 @@ class Agent:
         os.environ[ENVIRONMENT] = str(kit.site_file)  # the door and the ledger of this process
         self._state = kit.state_folder
         self._state.mkdir(mode=0o700, exist_ok=True)
-        self._lock = _lock(self._state / "agent.lock")
+        self._lock = exclusive(self._state / "agent.lock", "another agent serves this site")
         self._roster = RosterFile(kit.roster, kit.authority)
         self._audit = AuditLog(self._state / "audit.jsonl")
         self._replies = ReplyStore(self._state / "replies")
         self._memory = SiteMemory(self._state / "memory")
         self._statements = Statements(self._site, SigningKey.load(kit.identity), self._state / "heads.json")
         self._task_file = self._state / "task.json"
-        self._handlers: dict[str, Handler] = {}
+        self._strong: set[str] = set()
         address, certificate = f"127.0.0.1:{kit.node_port}", kit.local_certificate.read_bytes()
         self._api = RuntimeApi(address, certificate, kit.superexec_secret.read_bytes())
         if kit.name != self._site.name:
@@ -103,9 +105,14 @@ class Agent:
         assignment = Assignment.load(self._task_file)
         if assignment is None:
             return
+        assignment = replace(assignment, tries=assignment.tries + 1)
+        assignment.save(self._task_file)
         with ClientTask(self._api, assignment.token) as task:
-            task.go_on(assignment)
-            self._serve(task, assignment)
+            if task.is_ours():
+                task.go_on(assignment)
+                self._serve(task, assignment)
+            else:
+                self._task_file.unlink(missing_ok=True)
 
     def _serve(self, task: ClientTask, assignment: Assignment) -> None:
         try:
@@ -119,25 +126,45 @@ class Agent:
         message = assignment.empty_message()
         kind = message.metadata.message_type
         try:
-            handler = self._handler(*self._signed_job(assignment))
-            message = task.pull_message(assignment, most_objects(handler.expected()))
-            content = self._respond(message, handler)
+            if assignment.tries > MOST_TRIES:
+                raise UsageError("this request has ended the site's agent before: it is not tried again")
+            job = self._allowed_job(assignment)
+            if kind == ADMIT:
+                message = task.pull_message(assignment, FEW_OBJECTS, EXTRA_BYTES)
+                content = self._admit(message, job)
+            else:
+                handler = self._handler(job)
+                expected = handler.expected()
+                message = task.pull_message(assignment, most_objects(expected), most_bytes(expected))
+                content = self._respond(message, handler)
         except (NotYet, MessageLost) as reason:
             return Message(self._with_statement(_again(str(reason))), reply_to=message)
         except FedplatError as error:
             self._audit.note("refused", str(error)[:500], {"kind": kind})
             task.await_message(assignment)
-            return error_reply(message, str(error))
+            content = _refused(str(error))
         except Exception:
             logger.exception("request failed")
             self._audit.note("failed", "an error that is in the site's own log", {"kind": kind})
             task.await_message(assignment)
-            return error_reply(message, "the site could not serve this request: the reason is in its own log")
+            content = _refused("the site could not serve this request: the reason is in its own log")
         return Message(self._with_statement(content), reply_to=message)
 
-    def _signed_job(self, assignment: Assignment) -> tuple[SignedJob, Job]:
+    def _allowed_job(self, assignment: Assignment) -> Job:
+        """The job that the run carries, if an operator signed it and the site's rules allow it."""
         signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
-        return signed, signed.verified(self._roster.current)
+        job = signed.verified(self._roster.refresh())
+        require_allowed(self._site, signed, job, known=self._replies.knows(job.digest))
+        return job
+
+    def _admit(self, message: Message, job: Job) -> RecordDict:
+        """Reserve a whole job before anybody is sampled for it. Loads nothing."""
+        self._hear(message.content)
+        identity = Identity(job.digest, 0, 1, self._client(job))
+        require_strength(self._site, plan_of(job))
+        admit_job(job, identity)
+        self._audit.note("admitted", "the whole job", {"job": job.digest, "kind": "admit"})
+        return RecordDict({wire.IDENTITY: identity.record()})
 
     def _respond(self, message: Message, handler: Handler) -> RecordDict:
         kind = message.metadata.message_type
@@ -170,9 +197,10 @@ class Agent:
         self._require_evaluations(handler, kind)
         self._audit.note("admitted", about=about)
         rows = handler.data.rows(identity.client)
-        size = len(rows.train if kind == "train" else rows.holdout)
-        with spending(handler.job, handler.plan, identity, None, kind, size, alone=True):
-            reply = self._replies.kept(identity, kind)
+        size = len(rows.train) + len(rows.holdout)
+        reply = self._replies.kept(identity, kind)
+        kept = reply is not None
+        with spending(handler.job, handler.plan, identity, None, kind, size, alone=True, kept=kept):
             if reply is None:
                 memory = self._memory.recall(handler.job)
                 with _at_most(self._site.policy.max_seconds):
@@ -197,19 +225,13 @@ class Agent:
     def _client(self, job: Job) -> str:
         return own_client(job, self._site.name)
 
-    def _handler(self, signed: SignedJob, job: Job) -> Handler:
-        """The warm handler of a job that is allowed here; two are kept, each holds a data set."""
-        require_allowed(self._site, signed, job)
-        if job.digest not in self._handlers:
-            dataset = self._site.datasets[dataset_for(self._site, job.task.name)]
-            owner = self._client(job) if dataset.share == "whole" else None
-            with admitted(job, Identity(job.digest, 1, 1)):
-                handler = Handler(job, owner=owner)
-            require_strength(self._site, handler.plan)
-            self._handlers[job.digest] = handler
-            for old in list(self._handlers)[:-KEPT_HANDLERS]:
-                del self._handlers[old]
-        return self._handlers[job.digest]
+    def _handler(self, job: Job) -> Handler:
+        """The warm handler of a job that is allowed here."""
+        if job.digest not in self._strong:
+            require_strength(self._site, plan_of(job))
+            self._strong.add(job.digest)
+        with admitted(job, Identity(job.digest, 1, 1)):
+            return handler_for(job.canonical(), sole_owner(job, self._client(job)))
 
     # --- statements -----------------------------------------------------------------------------
 
@@ -219,27 +241,25 @@ class Agent:
             return
         if self._roster.offer(str(record.get("roster", ""))):
             self._audit.note("roster", f"version {self._roster.current.version}")
+            raise NotYet("a newer roster: this request is judged by it when it comes again")
         told = record.get("statements", [])
         for alarm in self._statements.hear(told if isinstance(told, list) else [], self._roster.current):
             self._audit.note("alarm", alarm)
 
     def _with_statement(self, content: RecordDict) -> RecordDict:
-        content[wire.SITE] = ConfigRecord({"statement": self._statements.make(self._audit.head)})
+        try:
+            content[wire.SITE] = ConfigRecord({"statement": self._statements.make(self._audit.head)})
+        except FedplatError as error:  # a ledger that can't be read: the refusal says so, and still leaves
+            logger.error("%s", error)
         return content
+
+
+def _refused(reason: str) -> RecordDict:
+    return RecordDict({wire.REFUSED: ConfigRecord({"reason": reason})})
 
 
 def _again(reason: str) -> RecordDict:
     return RecordDict({wire.AGAIN: ConfigRecord({"reason": reason})})
-
-
-def _lock(path: Path) -> int:
-    """One agent per site: two would pay for two releases with one reservation."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UsageError(f"{path.parent}: another agent serves this site") from None
-    return descriptor
 
 
 @contextlib.contextmanager

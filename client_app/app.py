@@ -3,7 +3,7 @@
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from client_app.handler import handle_evaluate, handle_hello, handle_train
+from client_app.handler import handle_admit, handle_evaluate, handle_hello, handle_train
 
 app = ClientApp()
 
@@ -21,3 +21,8 @@ def evaluate(message: Message, context: Context) -> Message:
 @app.query("hello")
 def hello(message: Message, context: Context) -> Message:
     return handle_hello(message, context)
+
+
+@app.query("admit")
+def admit(message: Message, context: Context) -> Message:
+    return handle_admit(message, context)

@@ -16,15 +16,16 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from client_app import memory as memories
-from client_app.admission import admitted
+from client_app.admission import admitted, sole_owner
+from client_app.charges import Purpose
 from client_app.client_level import clip_update
 from client_app.dp_sgd import PrivateTrainer, Randomness, RandomnessSource
 from client_app.local import Corrections, LocalResult, LocalTrainer
-from client_app.private_model import require_private_model
+from client_app.private_model import require_private_model, require_separate_metrics
 from client_app.released_metrics import release_metrics
 from client_app.scaffold import ControlVariates
 from client_app.schedule import learning_rate
-from client_app.spending import spending
+from client_app.spending import admit_job, spending
 from fedplat import wire
 from fedplat.device import default_device, use_threads
 from fedplat.errors import UsageError
@@ -80,8 +81,9 @@ class Handler:
 
     def _make_trainer(self) -> tuple[PrivateTrainer | None, LocalTrainer]:
         """The trainer of single examples' privacy where the job wants it, and the plain one."""
-        job, plan = self.job, self.plan
-        private = None
+        job, plan, private = self.job, self.plan, None
+        if plan is not None and plan.section.evaluation_noise is not None:
+            require_separate_metrics(self.model, self.task, self.data.examples)
         if plan is not None and plan.section.unit == "sample":
             require_private_model(self.model, self.task, self.data.examples, job.task.freeze)
             private = PrivateTrainer(job, plan, self.task, self.model, self.device)
@@ -208,19 +210,20 @@ class Handler:
         return arrays
 
 
-_warm: dict[str, Handler] = {}
+_warm: dict[tuple[str, str | None], Handler] = {}
 
 
-def handler_for(canonical_job: str) -> Handler:
-    """The warm handler of a job: its data and model are loaded once per process."""
-    if canonical_job not in _warm:
-        install_handler(canonical_job, Handler(Job.from_canonical(canonical_job)))
-    return _warm[canonical_job]
+def handler_for(canonical_job: str, owner: str | None = None) -> Handler:
+    """The warm handler of a job and of whose data it reads: data and model are loaded once per process."""
+    key = (canonical_job, owner)
+    if key not in _warm:
+        install_handler(canonical_job, Handler(Job.from_canonical(canonical_job), owner=owner), owner)
+    return _warm[key]
 
 
-def install_handler(canonical_job: str, handler: Handler) -> None:
+def install_handler(canonical_job: str, handler: Handler, owner: str | None = None) -> None:
     """Make a handler the warm one; only the last two are kept, each holds a data set."""
-    _warm[canonical_job] = handler
+    _warm[canonical_job, owner] = handler
     for old in list(_warm)[:-2]:
         del _warm[old]
 
@@ -240,18 +243,36 @@ def name_of(context: Context) -> str:
 
 
 def handle_train(message: Message, context: Context) -> Message:
-    handler, identity = _admit(message, context)
-    with spending(handler.job, handler.plan, identity, context, "train", len(handler.data.rows(identity.client).train)):
+    handler, identity = _admit(message, context, "train")
+    size = _size(handler, identity.client)
+    with spending(handler.job, handler.plan, identity, context, "train", size):
         content = handler.train(message.content, identity, context.state)
     return Message(content, reply_to=message)
 
 
 def handle_evaluate(message: Message, context: Context) -> Message:
-    handler, identity = _admit(message, context)
-    size = len(handler.data.rows(identity.client).holdout)
+    handler, identity = _admit(message, context, "evaluate")
+    size = _size(handler, identity.client)
     with spending(handler.job, handler.plan, identity, context, "evaluate", size):
         content = handler.evaluate(message.content, identity, context.state)
     return Message(content, reply_to=message)
+
+
+def _size(handler: Handler, client: str) -> int:
+    """All examples of a client, held out or not: a refusal must not depend on which ones a job's seed holds out."""
+    rows = handler.data.rows(client)
+    return len(rows.train) + len(rows.holdout)
+
+
+def handle_admit(message: Message, context: Context) -> Message:
+    """Pay for a whole job before anybody is sampled for it. A virtual client's spends are the simulation's business."""
+    asked = Identity.of(message.content, wire.CONFIG)
+    identity = Identity(asked.job, 0, asked.attempt, name_of(context))
+    if not context.node_config.get(wire.SIMULATED):
+        job = Job.from_canonical(run_job(context))
+        _require_same_job(asked, job.digest)
+        admit_job(job, identity)
+    return Message(RecordDict({wire.IDENTITY: identity.record()}), reply_to=message)
 
 
 def handle_hello(message: Message, context: Context) -> Message:
@@ -260,14 +281,20 @@ def handle_hello(message: Message, context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-def _admit(message: Message, context: Context) -> tuple[Handler, Identity]:
+def _admit(message: Message, context: Context, purpose: Purpose) -> tuple[Handler, Identity]:
     """Refuse a job that this site did not agree to, and a request for another job than the one this run carries."""
     asked, carried = Identity.of(message.content, wire.CONFIG), run_job(context)
+    identity = Identity(asked.job, asked.round, asked.attempt, name_of(context))
     if context.node_config.get(wire.SIMULATED):
         handler = handler_for(carried)
-    else:
-        with admitted(Job.from_canonical(carried), asked):
-            handler = handler_for(carried)
-    if asked.job != handler.digest:
+        _require_same_job(asked, handler.digest)
+        return handler, identity
+    job = Job.from_canonical(carried)
+    _require_same_job(asked, job.digest)
+    with admitted(job, identity, purpose):
+        return handler_for(carried, sole_owner(job, identity.client)), identity
+
+
+def _require_same_job(asked: Identity, carried: str) -> None:
+    if asked.job != carried:
         raise UsageError("request is for another job than this run carries")
-    return handler, Identity(asked.job, asked.round, asked.attempt, name_of(context))

@@ -38,8 +38,13 @@ def own_client(job: Job, site: str) -> str:
     return client_name(job.cohort.sites.index(site))
 
 
-def require_allowed(site: "Site", signed: SignedJob, job: Job, now: float | None = None) -> None:
-    """Refuse a job that the site's file forbids, before its task, data or model are touched."""
+def require_allowed(
+    site: "Site", signed: SignedJob, job: Job, now: float | None = None, *, known: bool = False
+) -> None:
+    """Refuse a job that the site's file forbids, before its task, data or model are touched.
+
+    `known`: this site serves it already, so that it may finish however long ago it was signed.
+    """
     now = time.time() if now is None else now
     policy = site.policy
     own_client(job, site.name)
@@ -47,7 +52,7 @@ def require_allowed(site: "Site", signed: SignedJob, job: Job, now: float | None
         raise PolicyRefusal("signers", f"this site serves {', '.join(policy.signers)}, not {signed.operator}")
     if signed.signed_at > now + CLOCK_SKEW_S:
         raise PolicyRefusal("max_job_age_days", "the job was signed in this site's future. Check both clocks")
-    if now - signed.signed_at > policy.max_job_age_days * DAY_S:
+    if not known and now - signed.signed_at > policy.max_job_age_days * DAY_S:
         raise PolicyRefusal("max_job_age_days", f"signed more than {policy.max_job_age_days:g} days ago. Sign it again")
     if policy.max_rounds is not None and job.job.rounds > policy.max_rounds:
         raise PolicyRefusal("max_rounds", f"the job has {job.job.rounds} rounds, this site allows {policy.max_rounds}")

@@ -3,10 +3,11 @@ itself.
 
 A layer list can't find what is written in `forward`: statistics over the batch, an augmentation that mixes examples,
 a parameter that no known layer owns, rows that a layer sees in another order. So the model is run: change one example,
-and no other example's loss or gradient may move; train one step, and no buffer may change; the clipped sum with an
-infinite clip norm must be the gradient of the summed loss, and each example's norm that of its own gradient. Inputs are
-drawn at random where they are floating-point numbers, so that the verdict doesn't depend on anyone's data. What a model
-does only to larger batches, other inputs or other weights is not found this way.
+or leave it out, and no other example's loss or gradient may move; train one step, and no buffer may change; the clipped
+sum with an infinite clip norm must be the gradient of the summed loss, and each example's norm that of its own
+gradient. Metrics that are to be released are put to the same test. Inputs are drawn at random where they are
+floating-point numbers, and targets differ from row to row whatever the data, so that the verdict doesn't depend on
+anyone's records. What a model does only to larger batches, other inputs or other weights is not found this way.
 """
 
 import torch
@@ -21,6 +22,8 @@ from fedplat.task import Examples, Task, example_losses
 PROBES = 4
 DRAWS = 8
 """Augmentation is tried with so many streams: one that mixes every second batch passes once in 256 times."""
+MOST_TARGETS, MOST_CLASSES = 100_000, 64
+"""Targets that are looked at to find the classes, and how many different floating-point ones count as classes."""
 UNIT = "privacy.unit = 'sample'"
 
 
@@ -34,6 +37,7 @@ def require_private_model(model: nn.Module, task: Task, examples: Examples, free
     set_training(model, freeze)
     try:
         _require_independent(model, task, inputs, targets)
+        _require_same_alone(model, task, inputs, targets)
         _require_still_buffers(model, before)
         _require_complete(model, task, inputs, targets)
     finally:
@@ -41,14 +45,66 @@ def require_private_model(model: nn.Module, task: Task, examples: Examples, free
             buffer.copy_(before[name])
 
 
+def require_separate_metrics(model: nn.Module, task: Task, examples: Examples) -> None:
+    """Refuse a loss or metric whose value for one example depends on others: noise for one would not cover them all."""
+    probe = _probe(examples)
+    device = next(model.parameters()).device
+    inputs, targets = probe.inputs.to(device), probe.targets.to(device)
+    model.eval()
+    before = _measured(model, task, inputs, targets)
+    for row in range(PROBES):
+        others = torch.arange(PROBES, device=device) != row
+        changed = _measured(model, task, *_with_another(inputs, targets, row))
+        without = _measured(model, task, inputs[others], targets[others])
+        for name, values in before.items():
+            if not (_close(values[others], changed[name][others]) and _close(values[others], without[name])):
+                raise UsageError(
+                    f"metric '{name}' of one example depends on others in its batch, so the noise that hides one "
+                    "example would hide nobody: it can't be released with privacy.evaluation_noise. Measure each "
+                    "example by itself, or leave evaluation.clients out"
+                )
+
+
+@torch.no_grad()
+def _measured(model: nn.Module, task: Task, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """What `fedplat.evaluate` measures of each example."""
+    with torch_seeded("probe"):
+        outputs = model(inputs)
+        losses, parts = example_losses(task, outputs, targets)
+        return {"loss": losses, **parts, **task.metrics(outputs, targets)}
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
 def _probe(examples: Examples) -> Examples:
-    """A few examples of the right shape. One example is enough to know the shape."""
+    """A few examples of the right shape, with at least two targets. One example is enough to know the shape."""
     rows = torch.arange(PROBES) * (len(examples) - 1) // (PROBES - 1)
     few = examples[rows]
-    if not few.inputs.is_floating_point():
-        return few
     generator = torch.Generator().manual_seed(0)
-    return Examples(torch.randn(few.inputs.shape, generator=generator).to(few.inputs.dtype), few.targets)
+    targets = _distinct_targets(examples.targets, few.targets, generator)
+    if not few.inputs.is_floating_point():
+        return Examples(few.inputs, targets)
+    return Examples(torch.randn(few.inputs.shape, generator=generator).to(few.inputs.dtype), targets)
+
+
+def _distinct_targets(all_targets: Tensor, few: Tensor, generator: torch.Generator) -> Tensor:
+    """Targets that differ from row to row: of the values that the data has where these are few (classes), else random.
+
+    Rows that happen to share a class would hide a loss that weighs classes by their share of the batch.
+    """
+    flat = all_targets.reshape(-1)
+    seen = torch.unique(flat[:: max(1, len(flat) // MOST_TARGETS)])
+    if few.is_floating_point() and not 2 <= len(seen) <= MOST_CLASSES:
+        return torch.rand(few.shape, generator=generator).to(few.dtype)
+    if len(seen) == 1:  # one class here, more elsewhere
+        seen = torch.tensor([0, 1 if int(seen) == 0 else int(seen)], dtype=few.dtype)
+    picks = seen[torch.linspace(0, len(seen) - 1, min(PROBES, len(seen))).round().long()]
+    width = few[0].numel()
+    order = (torch.arange(len(few)).unsqueeze(1) + torch.arange(width)) % len(picks)
+    targets: Tensor = picks[order].reshape(few.shape).to(few.dtype)
+    return targets
 
 
 def _require_valid_layers(model: nn.Module, freeze: tuple[str, ...]) -> None:
@@ -83,6 +139,36 @@ def _losses(model: nn.Module, task: Task, inputs: Tensor, targets: Tensor, draw:
     return losses
 
 
+def _require_same_alone(model: nn.Module, task: Task, inputs: Tensor, targets: Tensor) -> None:
+    """An example's loss is the same in a smaller batch. Without augmentation and dropout: these draw by place."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        once, twice = (_plain_losses(model, task, inputs, targets, draw) for draw in (0, 1))
+        if not torch.equal(once, twice):
+            model.eval()
+            once = _plain_losses(model, task, inputs, targets, 0)
+        for row in range(PROBES):
+            others = torch.arange(PROBES, device=inputs.device) != row
+            if not _close(once[others], _plain_losses(model, task, inputs[others], targets[others], 0)):
+                raise _coupled()
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@torch.no_grad()
+def _plain_losses(model: nn.Module, task: Task, inputs: Tensor, targets: Tensor, draw: int) -> Tensor:
+    with torch_seeded("probe", draw):
+        return example_losses(task, model(inputs), targets)[0]
+
+
+def _coupled() -> UsageError:
+    return UsageError(
+        f"task or model: the loss of one example depends on others in its batch (batch statistics, class weights, "
+        f"mixing augmentation?), so clipping single examples protects nobody: it can't be trained with {UNIT}"
+    )
+
+
 def _require_independent(model: nn.Module, task: Task, inputs: Tensor, targets: Tensor) -> None:
     """Another example must leave the others' losses, and their gradients with respect to themselves, alone."""
     for draw in range(DRAWS):
@@ -92,10 +178,7 @@ def _require_independent(model: nn.Module, task: Task, inputs: Tensor, targets: 
         after = _losses_and_gradients(model, task, *_with_another(inputs, targets, row), draw)
         for one, other in zip(before, after, strict=True):
             if not torch.allclose(one[others], other[others], rtol=1e-4, atol=1e-6):
-                raise UsageError(
-                    f"task or model: the loss of one example depends on others in its batch (batch statistics, mixing "
-                    f"augmentation?), so clipping single examples protects nobody: it can't be trained with {UNIT}"
-                )
+                raise _coupled()
 
 
 def _with_another(inputs: Tensor, targets: Tensor, row: int) -> tuple[Tensor, Tensor]:
@@ -105,7 +188,7 @@ def _with_another(inputs: Tensor, targets: Tensor, row: int) -> tuple[Tensor, Te
     if inputs.is_floating_point():
         inputs[row] = inputs[row] * -3 + 1
     else:
-        inputs[row] = inputs[row].flip(-1) if inputs.dim() > 1 else inputs[follower]
+        inputs[row] = inputs[follower].flip(-1) if inputs.dim() > 1 else inputs[follower]
     targets[row] = targets[follower]
     return inputs, targets
 

@@ -8,24 +8,27 @@ for the task means no training, and the server gets a polite refusal. In a simul
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import Context
 
-from client_app.admission import require_agreement, required_site
+from client_app.admission import not_admitted, require_agreement, require_door, require_terms, required_site
+from client_app.charges import Purpose, charge_of, counted, most_releases, needs_admission, whole_job
 from fedplat.errors import JobError, UsageError
 from fedplat.job import Job
 from fedplat.wire import SIMULATED, Identity
+from privacy import plan_of
 
 if TYPE_CHECKING:  # accountants and ledger take a second to load, and other jobs need neither
-    from privacy.ledger import Charge, Ledger, Reservation
+    from privacy.ledger import Ledger, Reservation
     from privacy.plan import PrivacyPlan
     from privacy.site_budgets import Site
 
 logger = logging.getLogger(__name__)
-Purpose = Literal["train", "evaluate"]
 FEWEST_EXAMPLES = 2
+_warned: set[tuple[Path, str]] = set()
+"""Datasets of which a δ that is too large was told once."""
 
 
 @contextmanager
@@ -38,11 +41,13 @@ def spending(
     examples: int,
     *,
     alone: bool = False,
+    kept: bool = False,
 ) -> Iterator[None]:
     """Run a block that computes a release; whatever goes wrong in it is told to nobody but the site's own log.
 
     `alone`: nobody else serves this site's requests, so a reservation that a crash left open pays for the same release
-    when it is asked for again, and being stopped leaves it open.
+    when it is asked for again, and being stopped leaves it open. `kept`: the bytes to be released were computed before,
+    and what was paid for them is paid.
     """
     if plan is None:
         yield
@@ -57,7 +62,8 @@ def spending(
     site = required_site()
     require_agreement(site, job, plan.section, identity)
     with open_site_ledger(site) as ledger:
-        reservations = _reserve(ledger, site, job, plan, identity, purpose, examples, alone)
+        _warn_about_delta(site, job, plan, examples)
+        reservations = _reserve(ledger, site, job, plan, identity, purpose, examples, alone, kept)
         try:
             with _silent_failures():
                 yield
@@ -68,39 +74,41 @@ def spending(
         ledger.commit(reservations)
 
 
+def _warn_about_delta(site: "Site", job: Job, plan: "PrivacyPlan", examples: int) -> None:
+    """Tell the site, and nobody else, that its budget's δ protects nobody among so many examples."""
+    from privacy.plan import delta_warning
+    from privacy.site_budgets import dataset_for
+
+    name = dataset_for(site, job.task.name)
+    warning = delta_warning(site.datasets[name].delta, examples, "examples here")
+    if warning is not None and plan.section.unit == "sample" and (site.path, name) not in _warned:
+        _warned.add((site.path, name))
+        logger.warning("%s: datasets.%s.%s", site.path, name, warning)
+
+
 def require_enough_examples(plan: "PrivacyPlan", purpose: Purpose, examples: int) -> None:
     """One example can't hide among others."""
     if plan.section.unit == "sample" and purpose == "train" and examples < FEWEST_EXAMPLES:
         raise UsageError(f"private training needs at least {FEWEST_EXAMPLES} examples at a site")
 
 
-def charge_of(
-    account: str,
-    job: Job,
-    plan: "PrivacyPlan",
-    identity: Identity,
-    purpose: Purpose,
-    examples: int,
-    budget_epsilon: float = 0.0,
-) -> "Charge":
-    """What a request costs the client that answers it, out of a budget over all jobs if it has one."""
-    from privacy.ledger import Charge, ReleaseIdentity
+def admit_job(job: Job, identity: Identity) -> None:
+    """Reserve a whole job before anybody is sampled for it: what `query.admit` asks a site for.
 
-    event = plan.evaluation_event if purpose == "evaluate" else plan.round_event
-    return Charge(
-        account=account,
-        identity=ReleaseIdentity(job.digest, identity.round, identity.attempt, identity.client),
-        event=event,
-        relation=plan.relation,
-        delta_slack=plan.truncation_slack(examples, budget_epsilon) if purpose == "train" else 0.0,
-        purpose=purpose,
-        insecure_noise=plan.section.insecure_noise,
-    )
+    Passes the same door as any request, loads nothing, and costs nothing when it is asked again.
+    """
+    from privacy.site_budgets import account_for, open_site_ledger
 
-
-def most_releases(plan: "PrivacyPlan", purpose: Purpose) -> int:
-    """How many releases of one client the job's claim covers."""
-    return plan.evaluations if purpose == "evaluate" else plan.releases
+    site = required_site()
+    require_door(site, job)
+    if job.privacy is None or job.privacy.unit != "client":
+        raise UsageError("only jobs with privacy.unit = 'client' are admitted as a whole: others pay for each release")
+    require_terms(site, job, job.privacy)
+    plan = plan_of(job)
+    assert plan is not None
+    account = account_for(site, job.task.name, plan.section.unit, plan.relation)
+    with open_site_ledger(site) as ledger:
+        ledger.reserve(whole_job(account, job, plan, identity.client))
 
 
 def _reserve(
@@ -112,10 +120,9 @@ def _reserve(
     purpose: Purpose,
     examples: int,
     alone: bool,
+    kept: bool,
 ) -> "list[Reservation]":
-    from dp_accounting import NoOpDpEvent
-
-    from privacy.ledger import Charge, Refusal, ReleaseIdentity
+    from privacy.ledger import Refusal
     from privacy.site_budgets import account_for
 
     account = account_for(site, job.task.name, plan.section.unit, plan.relation)
@@ -123,13 +130,13 @@ def _reserve(
     charge = charge_of(account, job, plan, identity, purpose, examples, budget)
     reservations = []
     if plan.section.unit == "client":
-        # Amplification by sampling holds only if a site pays whether it is sampled or not: the whole job, once. Its
-        # rounds then cost nothing more, but are counted: each once, and as many repeats as the charge has spare rounds.
-        # A sampled site would otherwise serve the same job from the start again and again, for one charge.
-        whole = ReleaseIdentity(job.digest, 0, 0, identity.client)
-        reservations.append(ledger.reserve(Charge(account, whole, plan.job_event(), plan.relation, purpose="job")))
-        charge = replace(charge, event=NoOpDpEvent(), most_repeats=plan.section.spare_rounds)
-    unsettled = ledger.unsettled(charge) if alone else None
+        whole = whole_job(account, job, plan, identity.client)
+        paid = ledger.whole_job(whole)
+        if paid is None and needs_admission(plan):
+            raise not_admitted(job)
+        reservations.append(paid or ledger.reserve(whole))
+        charge = counted(charge, plan)
+    unsettled = ledger.unsettled(charge, kept=kept) if alone else None
     if unsettled is not None:
         return [*reservations, unsettled]
     (result,) = ledger.reserve_all([charge], most_releases(plan, purpose))

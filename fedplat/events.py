@@ -47,6 +47,8 @@ class RunStarted(EventBase):
     """Virtual clients, or a real Flower federation; a run is resumed where it was started."""
     ledger: str | None = None
     """Id of the ledger of a private run, which goes on with no other."""
+    witnesses: dict[str, float] = Field(default_factory=dict)
+    """ε of a private run as it is planned, by each accountant that takes it: they agree, or the run doesn't start."""
     versions: dict[str, str]
 
 

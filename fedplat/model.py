@@ -157,6 +157,8 @@ def file_sha256(path: Path) -> str:
 
 def load_file(model: nn.Module, path: Path, sha256: str | None) -> None:
     """Transfer learning: copy every tensor whose name and shape the model has."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for, for ever
+        raise UsageError(f"task.init_from: {path} can't be read: it is no regular file")
     found = file_sha256(path)
     if sha256 is not None and found != sha256:
         raise UsageError(f"task.init_from: {path} has SHA-256 {found}, the job says {sha256}")

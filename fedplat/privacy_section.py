@@ -12,6 +12,9 @@ from fedplat.job_sections import Count, Positive, Section
 
 Unit = Literal["sample", "client"]
 Relation = Literal["add-remove", "zero-out", "replace-one"]
+LEAST_NOISE, MOST_NOISE = 1e-3, 1e9
+"""Between these every accountant and the noise grid work. Tests with insecure noise may add less."""
+Noise = Annotated[float, Field(ge=LEAST_NOISE, le=MOST_NOISE, strict=True)]
 Rate = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 
@@ -22,7 +25,7 @@ class AdaptiveClip(Section):
     """Share of norms that should lie below the clip norm."""
     lr: Positive = 0.2
     """Step of the geometric update."""
-    count_noise: Positive | None = None
+    count_noise: Noise | None = None
     """Standard deviation of the noise on the count; default: a twentieth of the expected batch (or cohort), at
     least the noise multiplier."""
 
@@ -61,7 +64,7 @@ class PrivacySection(Section):
     noise correlated over rounds (DP-FTRL by banded matrix factorisation)."""
     min_separation: Count | None = None
     """sampling banded: a client takes part at most once in so many rounds; it is also the number of bands."""
-    evaluation_noise: Positive | None = None
+    evaluation_noise: Noise | None = None
     """Noise multiplier of each client's released metrics. Without it, clients release no metric at all."""
     convert_model: StrictBool = False
     """Replace layers that can't be private (BatchNorm) by ones that can (GroupNorm) instead of refusing the model."""
@@ -73,12 +76,19 @@ class PrivacySection(Section):
     def _is_noise(cls, value: float | None) -> float | None:
         if value is not None and value <= 0:
             raise ValueError(f"must be > 0 (got {value}): without noise nothing is private. Remove [privacy] instead")
+        if value is not None and value > MOST_NOISE:
+            raise ValueError(f"must be at most {MOST_NOISE:g} (got {value:g}): nothing would be left of any model")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> "PrivacySection":
         if self.epsilon is None and self.noise_multiplier is None:
             raise ValueError("give privacy.epsilon (the noise is solved for it) or privacy.noise_multiplier")
+        if self.noise_multiplier is not None and self.noise_multiplier < LEAST_NOISE and not self.insecure_noise:
+            raise ValueError(
+                f"privacy.noise_multiplier must be at least {LEAST_NOISE:g} (got {self.noise_multiplier:g}): with "
+                "less, ε is beyond a hundred thousand, which protects nobody. Usual: 0.5 to 10"
+            )
         _only(self, "sample", "sample_rate", "max_batch", "participations")
         _only(self, "client", "min_separation")
         if self.unit == "sample" and self.sampling != "poisson":

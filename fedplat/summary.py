@@ -44,6 +44,7 @@ class Summary:
     best_round: int | None = None
     privacy: dict[int, PrivacySpent] = field(default_factory=dict)
     ledger: str | None = None
+    witnesses: dict[str, float] = field(default_factory=dict)
 
     @property
     def clients_per_s(self) -> float:
@@ -66,7 +67,7 @@ class Summary:
         if self.spent is None:
             return {}
         kept = {"epsilon", "delta", "unit", "relation", "accountant", "trusts_server", "insecure_noise"}
-        return {**self.spent.model_dump(include=kept), "ledger": self.ledger}
+        return {**self.spent.model_dump(include=kept), "ledger": self.ledger, "witnesses": self.witnesses}
 
     def as_json(self, wall_s: float) -> dict[str, Any]:
         """The contract of `--json`: these keys stay; further ones if clients evaluated, or if it was private."""
@@ -99,7 +100,7 @@ def summarise(run: RunDirectory) -> Summary:
 def add_event(summary: Summary, event: Event) -> None:
     match event:
         case RunStarted():
-            summary.clients, summary.planned_rounds = event.clients, event.rounds
+            summary.clients, summary.planned_rounds, summary.witnesses = event.clients, event.rounds, event.witnesses
         case RoundFinished():
             _add_round(summary, event)
         case Evaluated(where="server"):

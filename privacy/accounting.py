@@ -10,9 +10,10 @@ Across jobs chosen one after the other these figures do not compose; `privacy.re
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dp_accounting.dp_event import DpEvent
+from dp_accounting.dp_event import ComposedDpEvent, DpEvent
 
 from fedplat.errors import JobError, UsageError, unknown_name
 from privacy.accountants.pld import interval_for, pld_epsilon, taken_leaves
@@ -42,6 +43,8 @@ __all__ = [
     "NotTaken",
     "Relation",
     "RunningEpsilon",
+    "added_up",
+    "composed_epsilon",
     "epsilon",
     "epsilons",
     "group_epsilon",
@@ -158,6 +161,26 @@ def _discretisation_slack(event: DpEvent, delta: float, relation: Relation) -> f
     if not leaves:
         return 0.0
     return 2 * sum(leaves.values()) * interval_for(leaves, delta, relation) ** 2
+
+
+def composed_epsilon(
+    parts: Sequence[DpEvent], delta: float, relation: Relation = "add-remove", accountant: Accountant = "pld"
+) -> float:
+    """ε of somebody who is in all of several datasets, each with its own releases, at one δ for all together.
+
+    Sequential composition: what the parts release about one person is one long release, whoever made them, if all are
+    accounted under one relation. Tighter than adding up ε and δ (`added_up`), and for schedules fixed in advance only.
+    """
+    return epsilon(ComposedDpEvent(list(parts)), delta, relation, accountant) if parts else 0.0
+
+
+def added_up(claims: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(ε, δ) of somebody who is in all datasets of these claims: ε and δ add up (basic composition).
+
+    Holds for any claims under one relation, by any accountant or filter, also for jobs that are chosen after seeing
+    results from the other datasets: at several sites nobody sees more than these numbers.
+    """
+    return math.fsum(epsilon for epsilon, _ in claims), math.fsum(delta for _, delta in claims)
 
 
 def group_epsilon(sample_rate: float, noise_multiplier: float, steps: int, records: int, delta: float) -> float:

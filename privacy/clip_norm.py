@@ -14,8 +14,9 @@ from fedplat.privacy_section import AdaptiveClip
 from privacy.gaussian import add_gaussian
 from privacy.randomness import Keystream
 
-RANGE = (1e-6, 1e6)
-"""Where a clip norm stays, however the noise falls: far from where float32 or the noise grid ends."""
+RANGE = (2.0**-20, 2.0**20)
+"""Where a clip norm stays, however the noise falls: far from where float32 or the noise grid ends. Powers of two: the
+ends travel as float32 and must arrive as what they were."""
 
 
 def noisy_share(below: float, summands: int, normaliser: float, count_noise: float, stream: Keystream) -> float:

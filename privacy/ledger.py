@@ -37,7 +37,7 @@ from privacy.ledger_account import (
 from privacy.ledger_balance import Balance, composed, read_balance, unopened_balance
 from privacy.ledger_chain import Audit, Entry
 from privacy.ledger_counter import Counter, Head, LedgerTampered, Note
-from privacy.ledger_creation import create_file, default_counter
+from privacy.ledger_creation import create_file, default_counter, refuse_missing
 from privacy.ledger_schema import check_triggers, entries, has_tables, in_words, open_engine
 from privacy.ledger_store import TermsCache, Transaction
 
@@ -91,7 +91,7 @@ class Ledger:
         """Open a ledger that exists. `verify` reads all of it; without, only its head and its counter are checked."""
         ledger = cls(path, counter, readonly)
         try:
-            ledger._refuse_missing()
+            refuse_missing(path, ledger.counter)
             with ledger._snapshot() as transaction:
                 ledger.site, ledger.identity = transaction.identity()
             if site is not None and ledger.site != site:
@@ -131,6 +131,7 @@ class Ledger:
         """The same for many accounts, in one transaction."""
         with self._writing() as transaction:
             transaction.load(term.account for term in terms)
+            posting.require_one_unit(transaction, terms)
             for term in terms:
                 known = transaction.last(term.account) is not None
                 (posting.adjust_account if known else posting.open_account)(transaction, term)
@@ -154,18 +155,34 @@ class Ledger:
             costs: posting.Costs = {}
             return [posting.reserve(transaction, charge, cap, costs) for charge in charges]
 
-    def unsettled(self, charge: Charge) -> Reservation | None:
+    def refusal(self, charge: Charge, cap: posting.Cap = None) -> BudgetExceeded | None:
+        """Why `reserve_all` would refuse this charge now, or None. Writes nothing, promises nothing."""
+        with self._reading() as transaction:
+            _, found = posting.examine(transaction, charge, cap, {})
+            return found.error if isinstance(found, Refusal) else None
+
+    def whole_job(self, charge: Charge) -> Reservation | None:
+        """The reservation of this whole job, if it has one."""
+        with self._reading() as transaction:
+            return posting.whole_job(transaction, charge)
+
+    def unsettled(self, charge: Charge, *, kept: bool = False) -> Reservation | None:
         """The reservation of this very release that a crash left open.
 
         Nothing was released under it if releases leave only after `commit`, and it may then pay for the same release.
         That holds for a caller that computes nothing else meanwhile: two processes that both go on with one reservation
-        would release twice for one charge.
+        would release twice for one charge. `kept`: the caller still has the bytes that were to be released, so that a
+        reservation that was committed for them pays for them too.
         """
         with self._reading() as transaction:
-            entry = transaction.unsettled(charge.account, charge.identity, charge.purpose)
-            if entry is None or entry.body["event"] != transaction.event(charge.event)[0]:
+            found = transaction.newest(charge.account, charge.identity, charge.purpose)
+            if found is None:
                 return None
-            return Reservation(entry.body["token"], entry.seq, entry.account, entry.body["event"])
+            entry, outcome = found
+            pays = outcome is None or (kept and outcome == "released")
+            if not pays or entry.body["event"] != transaction.event(charge.event)[0]:
+                return None
+            return Reservation(entry.body["token"], entry.seq, entry.account, entry.body["event"], outcome)
 
     def commit(self, reservations: Sequence[Reservation], outcome: Outcome = "released") -> None:
         """Write down what became of reservations, in one transaction. Never a refund; once more is no error."""
@@ -219,8 +236,7 @@ class Ledger:
     def contains(self, seq: int, digest: str) -> bool:
         """Was this the ledger's head at some time?"""
         with self._reading() as transaction:
-            known = transaction.head_at(seq)
-            return known is not None and known.hash == digest
+            return transaction.head_at(seq) == Head(seq, digest)
 
     def verify(self) -> Head:
         """Read all of it: pages, triggers, every chain, every total, every event's cost, and the counter."""
@@ -234,17 +250,6 @@ class Ledger:
             return Audit(transaction.stored_event).over(rows)
 
     # --- transactions ----------------------------------------------------------------------------
-
-    def _refuse_missing(self) -> None:
-        if self.path.exists():
-            return
-        note = self.counter.read()
-        if note is not None and note.generation > 1:
-            raise LedgerTampered(
-                f"{self.path}: the ledger is gone; its counter {self.counter.path} has seen entry {note.after.seq}. "
-                "Put back the newest copy of it"
-            )
-        raise UsageError(f"{self.path}: no ledger there. Make one with: fedplat budget --init")
 
     @contextlib.contextmanager
     def _connected(self, writes: bool = False) -> Iterator[Connection]:

@@ -7,18 +7,34 @@ import contextlib
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from fedplat.errors import UsageError
 from fedplat.files import sync_directory
-from privacy.ledger_counter import Counter, Head
+from privacy.ledger_counter import Counter, Head, LedgerTampered
 from privacy.ledger_schema import create_tables, in_words, open_engine
 from privacy.ledger_store import Transaction
+
+LOCK_S = 10.0
 
 
 def default_counter(path: Path) -> Path:
     return path.with_name(path.name + ".counter")
+
+
+def refuse_missing(path: Path, counter: Counter) -> None:
+    """A ledger that is not there: never made, or gone?"""
+    if path.exists():
+        return
+    note = counter.read()
+    if note is not None and note.generation > 1:
+        raise LedgerTampered(
+            f"{path}: the ledger is gone; its counter {counter.path} has seen entry {note.after.seq}. "
+            "Put back the newest copy of it"
+        )
+    raise UsageError(f"{path}: no ledger there. Make one with: fedplat budget --init")
 
 
 def create_file(path: Path, site: str, counter: Path) -> None:
@@ -41,10 +57,25 @@ def _locked(folder: Path) -> Iterator[None]:
     """Two processes that make the same ledger must not mix their counters."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, folder)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    """Making a ledger takes a moment: who holds the lock for longer is stuck, or means harm."""
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise UsageError(
+                    f"{folder}: another process has held its lock for {LOCK_S:g} s. See who with: lsof {folder}"
+                ) from None
+            time.sleep(0.02)
 
 
 def _build(path: Path, site: str, identity: str) -> Head:

@@ -45,6 +45,25 @@ def open_account(transaction: Transaction, terms: Terms) -> None:
     transaction.append(book, terms.account, "budget", limits)
 
 
+def require_one_unit(transaction: Transaction, terms: Sequence[Terms]) -> None:
+    """Refuse a dataset that has spent under another unit: what is released about all that a site holds is released
+    about each of its examples, so a fresh account would be a second budget for the same data."""
+    limited = [term for term in terms if term.budget is not None]
+    if not limited:  # a simulation has an account per client, and no budget
+        return
+    names = transaction.names()
+    transaction.load(names)
+    spent = [book for book in map(transaction.book, names) if book.totals.releases]
+    for term in limited:
+        same = [book for book in spent if book.dataset == term.dataset and book.account != term.account]
+        others = [book.unit for book in same if book.unit != term.unit]
+        if others:
+            raise UsageError(
+                f"{term.account}: the dataset '{term.dataset}' has spent under the unit '{others[0]}', and its budget "
+                f"is counted there. Put unit = '{others[0]}' back"
+            )
+
+
 def declaration(terms: Terms) -> tuple[dict[str, Any], dict[str, Any]]:
     """Bodies of an account's first two entries."""
     genesis = {"dataset": terms.dataset, "unit": terms.unit, "relation": terms.relation}
@@ -89,13 +108,25 @@ def adjust_account(transaction: Transaction, terms: Terms) -> None:
 
 
 def reserve(transaction: Transaction, charge: Charge, cap: Cap, costs: Costs) -> Reservation | Refusal:
+    book, found = examine(transaction, charge, cap, costs)
+    if not isinstance(found, dict):
+        return found
+    token = found["token"] = secrets.token_hex(16)
+    transaction.append(book, charge.account, "reserve", found)
+    return Reservation(token, transaction.head.seq, charge.account, found["event"])
+
+
+def examine(
+    transaction: Transaction, charge: Charge, cap: Cap, costs: Costs
+) -> tuple[Book, dict[str, Any] | Reservation | Refusal]:
+    """What `reserve` would do now: write this entry, find the job's reservation, or refuse."""
     book = transaction.book(charge.account).at(transaction.now)
     _check_charge(book, charge)
     digest, text = transaction.event(charge.event)
     if charge.purpose == "job":
-        existing = _whole_job(transaction, charge, digest)
+        existing = whole_job(transaction, charge)
         if existing is not None:
-            return existing
+            return book, existing
     key = (digest, book.order, book.relation, book.epsilon)
     if key not in costs:
         costs[key] = _cost(book, text)
@@ -103,9 +134,8 @@ def reserve(transaction: Transaction, charge: Charge, cap: Cap, costs: Costs) ->
     earlier = transaction.job_tallies(book, charge.identity.job)
     error = _over_cap(book, charge, cap, earlier) or refusal(book, rdp, slack)
     if error is not None:
-        return Refusal(charge.account, error)
-    token = secrets.token_hex(16)
-    body = {
+        return book, Refusal(charge.account, error)
+    return book, {
         "identity": asdict(charge.identity),
         "purpose": charge.purpose,
         "event": digest,
@@ -114,11 +144,8 @@ def reserve(transaction: Transaction, charge: Charge, cap: Cap, costs: Costs) ->
         "delta_slack": charge.delta_slack,
         "insecure_noise": charge.insecure_noise,
         "note": charge.note,
-        "token": token,
         "earlier": earlier,
     }
-    transaction.append(book, charge.account, "reserve", body)
-    return Reservation(token, transaction.head.seq, charge.account, digest)
 
 
 def _check_charge(book: Book, charge: Charge) -> None:
@@ -143,8 +170,9 @@ def _cost(book: Book, event_json: str) -> FilterCharge:
     return cost
 
 
-def _whole_job(transaction: Transaction, charge: Charge, digest: str) -> Reservation | None:
+def whole_job(transaction: Transaction, charge: Charge) -> Reservation | None:
     """The same job asks again, after a restart: what it reserved is still reserved. For another event it is refused."""
+    digest, _ = transaction.event(charge.event)
     entry = transaction.job_reservation(charge.account, charge.identity.job)
     if entry is None:
         return None

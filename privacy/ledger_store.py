@@ -119,14 +119,14 @@ class Transaction:
         mine = (entries.c.account == account) & (entries.c.job == job) & (entries.c.purpose == "job")
         return self._charged_jobs.get((account, job)) or self._first(select(entries).where(mine))
 
-    def unsettled(self, account: str, identity: ReleaseIdentity, purpose: str) -> Entry | None:
-        """The newest reservation of this very release, if it was never committed."""
+    def newest(self, account: str, identity: ReleaseIdentity, purpose: str) -> tuple[Entry, Outcome | None] | None:
+        """The newest reservation of this very release, and what became of it."""
         mine = (entries.c.account == account) & (entries.c.job == identity.job) & (entries.c.purpose == purpose)
         newest = select(entries).where(mine & (entries.c.kind == "reserve")).order_by(entries.c.seq.desc())
         for row in self.connection.execute(newest.limit(RECENT)):
             entry = read_entry(row)
             if entry.body["identity"] == asdict(identity):
-                return None if self.outcomes([entry.seq]) else entry
+                return entry, self.outcomes([entry.seq]).get(entry.seq)
         return None
 
     def entries_by_seq(self, numbers: Iterable[int]) -> dict[int, Entry]:

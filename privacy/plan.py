@@ -251,12 +251,27 @@ def _suggested_rate(job: Job, sizes: Sequence[int]) -> float:
 
 def _warn_about_delta(section: PrivacySection, sizes: Sequence[int]) -> None:
     count, what = (max(sizes), "examples at one site") if section.unit == "sample" else (len(sizes), "clients")
-    if section.delta >= 1 / count:
-        logger.warning(
-            "privacy.delta = %g is not below 1/%d (%s): a mechanism that publishes one of them at random would pass. "
-            "Choose well below %.1g",
-            section.delta,
-            count,
-            what,
-            1 / count,
-        )
+    warning = delta_warning(section.delta, count, what)
+    if warning is not None:
+        logger.warning("privacy.%s", warning)
+
+
+def delta_warning(delta: float, count: float, what: str) -> str | None:
+    """What is wrong with a δ that is not below one over the number of those it protects."""
+    if count < 1 or delta < 1 / count:
+        return None
+    return (
+        f"delta = {delta:g} is not below 1/{count:.0f} ({what}): a mechanism that publishes one of them at random "
+        f"would pass. Choose well below {1 / count:.1g}"
+    )
+
+
+def expected_delta_warning(job: Job) -> str | None:
+    """The same for a job whose sites nobody has counted: a batch over its sample rate is what they should hold."""
+    section = job.privacy
+    if section is None:
+        return None
+    if section.unit == "client":
+        return delta_warning(section.delta, job.cohort.clients, "clients")
+    batch = job.local.batch_size * job.local.accumulate
+    return delta_warning(section.delta, batch / (section.sample_rate or 1.0), "examples that a site should have")

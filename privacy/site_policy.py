@@ -21,6 +21,7 @@ POLICY_TEMPLATE = """\
 # max_epsilon_per_job = 2.0       # a private job must claim no more, whatever the budget would allow
 # min_noise_multiplier = 0.5      # a private job must add at least this much noise
 # require_secure_aggregation = false
+# max_steps = 100000              # most local steps of one round: noise makes them cheap in ε, not in time
 # max_seconds = 3600.0            # computing time of one request
 # max_job_age_days = 30.0         # since it was signed
 # hours = "20:00-06:00"           # local time in which work is begun
@@ -53,6 +54,8 @@ class PolicySection(Section):
     """A private job must add at least this much noise."""
     require_secure_aggregation: StrictBool = False
     """Refuse jobs whose updates the server would see one by one."""
+    max_steps: StrictInt = Field(100_000, ge=1)
+    """Most local steps of one round, also on plain Flower: noise makes steps cheap in ε, not in time."""
     max_seconds: StrictFloat = Field(3600.0, gt=0)
     """Computing time of one request."""
     max_job_age_days: StrictFloat = Field(30.0, gt=0)

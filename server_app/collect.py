@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 
 from fedplat import wire
 from fedplat.errors import JobError
-from fedplat.events import ClientFailed, ClientTrained, Event
+from fedplat.events import ClientFailed, ClientTrained, Event, RoundFinished
 from fedplat.federation import natural_order
 from fedplat.job import Job
 from fedplat.model import Arrays
@@ -57,6 +57,20 @@ class Tally:
             total = sum(report.num_examples for report in having)
             means[name] = math.fsum(report.num_examples * report.metrics[name] for report in having) / total
         return means
+
+    def summary(self, number: int, aggregated: bool, seconds: float) -> RoundFinished:
+        return RoundFinished(
+            round=number,
+            aggregated=aggregated,
+            accepted=len(self.reports),
+            failed=self.count("error"),
+            late=self.count("late"),
+            refused=self.count("refused"),
+            metrics=self.mean_metrics() if self.reports else {},
+            seconds=seconds,
+            bytes_down=self.bytes_down,
+            bytes_up=self.bytes_up,
+        )
 
 
 class Collector:

@@ -26,7 +26,6 @@ from fedplat.events import (
     EventLog,
     Interrupted,
     PrivacySpent,
-    RoundFinished,
     RoundStarted,
     RunFailed,
     RunFinished,
@@ -38,6 +37,7 @@ from fedplat.rundir import RunDirectory
 from fedplat.streams import globals_seeded
 from fedplat.wire import Identity
 from server_app.adaptive_clip import send_clip_norm, without_clip_norm
+from server_app.admission import Admissions, needs_admission
 from server_app.checkpoint import Checkpoint, CheckpointStore, HoldsClientState
 from server_app.client_evaluation import EvaluationPhase
 from server_app.cohort import CohortGrid, Roster, round_cohort, sample_cohort
@@ -58,13 +58,22 @@ class Driver:
     """Drives one run from its state to its end."""
 
     def __init__(
-        self, job: Job, grid: Grid, strategy: Strategy, model: GlobalModel, run: RunDirectory, log: EventLog
+        self,
+        job: Job,
+        grid: Grid,
+        strategy: Strategy,
+        model: GlobalModel,
+        run: RunDirectory,
+        log: EventLog,
+        *,
+        real_sites: bool = False,
     ) -> None:
         self._job, self._grid, self._strategy, self._model = job, grid, strategy, model
         self._run, self._log = run, log
         self._store = CheckpointStore(run.checkpoints, job.server.keep_checkpoints)
         self._names = [client_name(i) for i in range(job.cohort.clients)]
         self._roster = Roster(grid, self._names)
+        self._admissions = Admissions(job, grid, needed=real_sites and needs_admission(job))
         self._state = Checkpoint(0, job.digest, model.initial, {})
         self._noise = CentralNoise.of(job)
         self._book = RunBook(job, run)
@@ -139,7 +148,7 @@ class Driver:
         self._book.commit()
         seconds = time.perf_counter() - started
         self._state = replace(self._state, round=number, arrays=arrays or self._state.arrays)
-        summary = _summary(number, tally, arrays is not None, seconds)
+        summary = tally.summary(number, arrays is not None, seconds)
         self._log.append(summary)
         self._note_privacy(number)
         logger.info("round %d: %d accepted, %.2f s, %s", number, summary.accepted, seconds, summary.metrics)
@@ -192,19 +201,13 @@ class Driver:
         return least if self._noise is None else min(least, len(cohort))
 
     def _connected(self, number: int, cohort: list[str], phase: Literal["train", "evaluate"]) -> dict[str, int]:
-        """The cohort's nodes; those that are not connected are noted as failed."""
-        known = self._roster.refresh()
+        """The cohort's nodes; those that are not connected, or have not admitted the job, are noted as failed."""
+        known = self._admissions.among(number, self._roster.refresh())
         for client in cohort:
             if client not in known:
+                reason = self._admissions.why_not(client)
                 self._log.append(
-                    ClientFailed(
-                        round=number,
-                        client=client,
-                        phase=phase,
-                        kind="error",
-                        reason="not connected",
-                        attempt=0,
-                    )
+                    ClientFailed(round=number, client=client, phase=phase, kind="error", reason=reason, attempt=0)
                 )
         return {client: known[client] for client in cohort if client in known}
 
@@ -297,18 +300,3 @@ class Driver:
             self._append_privacy(self._book.spent_as_planned(self._state.round))
         self._log.append(RunFinished(round=self._state.round, reason=reason, model_sha256=sha256))
         self._log.sync()
-
-
-def _summary(number: int, tally: Tally, aggregated: bool, seconds: float) -> RoundFinished:
-    return RoundFinished(
-        round=number,
-        aggregated=aggregated,
-        accepted=len(tally.reports),
-        failed=tally.count("error"),
-        late=tally.count("late"),
-        refused=tally.count("refused"),
-        metrics=tally.mean_metrics() if tally.reports else {},
-        seconds=seconds,
-        bytes_down=tally.bytes_down,
-        bytes_up=tally.bytes_up,
-    )

@@ -15,7 +15,7 @@ from fedplat.tasks import load_task
 from server_app.checkpoint import CheckpointStore
 from server_app.driver import Driver
 from server_app.evaluation import GlobalModel
-from server_app.spending import ledger_identity, require_own_ledger
+from server_app.spending import ledger_identity, require_own_ledger, witnesses_of
 from server_app.strategies import build_strategy, require_dtypes
 
 Where = Literal["simulation", "flower"]
@@ -36,6 +36,10 @@ def resume_run(
     with run.locked():
         require_resumable(run, where)
         _drive(run.job(), grid, run, listeners, where, resume=True)
+
+
+def is_finished(run: RunDirectory) -> bool:
+    return run.events_file.exists() and any(isinstance(event, RunFinished) for event in read_events(run.events_file))
 
 
 def require_resumable(run: RunDirectory, where: Where = "simulation") -> None:
@@ -68,7 +72,7 @@ def _drive(
         raise UsageError(f"{run.path}: its checkpoints belong to another job than its job.toml (edited or copied?)")
     log = EventLog(run.events_file, listeners)
     try:
-        driver = Driver(job, grid, strategy, model, run, log)
+        driver = Driver(job, grid, strategy, model, run, log, real_sites=where == "flower")
         if checkpoint is not None:
             driver.restore(checkpoint)
         if not any(isinstance(event, RunStarted) for event in read_events(run.events_file)):
@@ -90,5 +94,6 @@ def _started(job: Job, run: RunDirectory, model: GlobalModel, where: Where) -> R
         parameters=model.num_parameters,
         where=where,
         ledger=ledger_identity(run) if job.privacy is not None else None,
+        witnesses=witnesses_of(job),
         versions={"fedplat": __version__, "python": platform.python_version(), **libraries},
     )

@@ -16,6 +16,7 @@ from fedplat.consortium.front import front_command, write_front
 from fedplat.consortium.identity import write_secret
 from fedplat.errors import UsageError
 from fedplat.flower.environment import flower_command, quiet_environment
+from fedplat.log_files import limit_log
 from fedplat.supervisor import Program, Supervisor
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def server_programs(kit: "ServerKit") -> list[Program]:
     logs = state / "logs"
     return [
         Program("superlink", _superlink(kit), logs / "superlink.log", quiet_environment(state), folder=state),
-        Program(FRONT, front_command(kit), logs / "front.log", {"PATH": SEARCH}),
-        Program("executor", [sys.executable, "-m", "fedplat", "server", "executor", str(kit.folder)],
+        Program(FRONT, front_command(kit), logs / "front.log", {"PATH": SEARCH}, folder=state),
+        Program("executor", [sys.executable, "-P", "-m", "fedplat", "server", "executor", str(kit.folder)],
                 logs / "executor.log", folder=state),
     ]  # fmt: skip
 
@@ -71,17 +72,27 @@ class AccessWatch:
     def __init__(self, kit: "ServerKit", supervisor: Supervisor) -> None:
         self._kit, self._supervisor = kit, supervisor
         self._seen = self._stamp()
+        self._logs = [kit.data_folder / "front" / name for name in ("access.log", "error.log")]
 
     def __call__(self) -> bool:
         if self._stamp() != self._seen:
-            self._seen = self._stamp()
-            try:
-                write_front(self._kit)
-            except UsageError as error:
-                logger.error("the access list can't be used, the old one stays in force: %s", error)
-            else:
-                self._supervisor.signal(FRONT, signal.SIGHUP)
+            self._follow()
+        for log in self._logs:
+            limit_log(log)
         return True
+
+    def _follow(self) -> None:
+        stamp = self._stamp()
+        try:
+            write_front(self._kit)
+        except UsageError as error:
+            logger.error("the access list can't be used, the old one stays in force: %s", error)
+        except OSError as error:
+            logger.error("the front's rules can't be written, trying again: %s", error.strerror)
+            return
+        else:
+            self._supervisor.signal(FRONT, signal.SIGHUP)
+        self._seen = stamp
 
     def _stamp(self) -> int:
         try:

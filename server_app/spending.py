@@ -9,6 +9,7 @@ spent; a real server can only assume the most that it may have asked of one clie
 A run belongs to the ledger that it began with (its `run_started` event names it) and goes on with no other.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -25,6 +26,8 @@ if TYPE_CHECKING:  # accountants and ledger take a second to load, and other job
     from privacy.ledger import Charge, Ledger, Reservation
     from privacy.plan import PrivacyPlan
 
+logger = logging.getLogger(__name__)
+MUCH = 100.0
 ACCOUNT = "federation"
 SITE = "server"
 
@@ -182,6 +185,27 @@ def _claimant(plan: "PrivacyPlan") -> "Accountant":
     except NotTaken:
         return "rdp"
     return "pld" if plan.conversion_delta >= MIN_DELTA else "rdp"
+
+
+def witnesses_of(job: Job) -> dict[str, float]:
+    """ε of the job as planned, by every accountant that takes it; empty without [privacy].
+
+    Raises AccountantsDisagree if two of them can't both be right: nothing is released then.
+    """
+    plan = plan_of(job)
+    if plan is None:
+        return {}
+    from privacy.accounting import ACCOUNTANTS, epsilons
+
+    found = epsilons(plan.job_event(), plan.conversion_delta, plan.relation, plan.section.accountant)
+    if found.claimed > MUCH:
+        logger.warning(
+            "ε = %.3g: an adversary's odds may change by a factor beyond 10⁴³, which protects nobody. Add noise, or "
+            "plan fewer rounds",
+            found.claimed,
+        )
+    figures = {name: getattr(found, name) for name in ACCOUNTANTS}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def ledger_identity(run: RunDirectory) -> str | None:

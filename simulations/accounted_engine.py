@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from client_app.charges import Purpose, charge_of, most_releases
 from client_app.handler import Handler, name_of
-from client_app.spending import Purpose, charge_of, most_releases, require_enough_examples
+from client_app.spending import require_enough_examples
 from fedplat import wire
 from fedplat.errors import UsageError
 from fedplat.flower import error_reply

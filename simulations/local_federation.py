@@ -65,34 +65,36 @@ class LocalFederation:
         tasks: Sequence[str] = ("digits",),
         unit: str = "sample",
         policy: str = "",
+        names: Sequence[str] = (),
         environment: dict[str, str] | None = None,
     ) -> None:
+        """`names`: addresses other than loopback under which the server is reached."""
         self.folder, self.kits = folder, folder / "kits"
         self.names = [f"site-{number + 1}" for number in range(sites)]
         self.environment = {**os.environ, **(environment or {})}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         ports = free_ports(2 + 2 * sites)
-        self._provision(ports[0])
-        self._set_ports(ports)
+        self._provision(ports[0], tuple(names))
+        self._set_ports(ports, "0.0.0.0" if names else "127.0.0.1")
         for name in self.names:
             text = SITE_FILE.format(name=name, tasks=list(tasks), unit=unit, policy=policy).replace("'", '"')
             self.site(name).site_file.write_text(text)
             create_site_ledger(load_site(self.site(name).site_file))
 
-    def _provision(self, port: int) -> None:
+    def _provision(self, port: int, names: tuple[str, ...]) -> None:
         spec = ConsortiumSpec(
             consortium=ConsortiumSection(name="demo"),
-            server=ServerSection(host="127.0.0.1", port=port),
+            server=ServerSection(host="127.0.0.1", port=port, names=names),
             sites=tuple(PartySection(name=name) for name in self.names),
             operators=(PartySection(name=OPERATOR),),
         )
         provision(spec, self.kits, lambda name: "")
 
-    def _set_ports(self, ports: list[int]) -> None:
+    def _set_ports(self, ports: list[int], listen: str) -> None:
         """Ports that are free on this machine in place of the usual ones."""
         file = self.kits / "server" / ServerKit.FILE
         text = file.read_text().replace("superlink_port = 9444", f"superlink_port = {ports[1]}")
-        file.write_text(text.replace('listen = "0.0.0.0"', 'listen = "127.0.0.1"'))
+        file.write_text(text.replace('listen = "0.0.0.0"', f'listen = "{listen}"'))
         for number, name in enumerate(self.names):
             path = self.kits / "sites" / name / SiteKit.FILE
             link, node = ports[2 + 2 * number], ports[3 + 2 * number]

@@ -3,7 +3,8 @@ kernels.
 
 Every client has its own Poisson batches (padded and masked, empty ones included), its own clip norm and independent
 noise; all take the same number of steps, because that number is public. For plain MLPs an example's norm comes from
-activations and output gradients; other models go through per-example gradients of vmap.
+activations and output gradients; other models go through per-example gradients of vmap. However they were formed
+(`client_app.weighted_sums`), sums are kept in float64 until the noise is in them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from privacy.gaussian import add_gaussian
 from simulations.stacked_mlp import Layers, Stack, is_plain_mlp, layers_of
 from simulations.stacked_mlp import backward as mlp_backward
 from simulations.stacked_mlp import forward as mlp_forward
-from simulations.vector import ClientPlan, StackOptimizer, StackResult, augment_stack
+from simulations.vector import ClientPlan, StackOptimizer, StackResult, augment_stack, own_augment
 
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
@@ -57,7 +58,7 @@ class PrivateStackTrainer:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         layers = layers_of(model)
         self._layers: Layers | None = layers if is_plain_mlp(layers) else None
-        self._augment = task.augment if type(task).augment is not Task.augment else None
+        self._augment = own_augment(task)
         self._per_example = None if self._layers is not None else _per_example_gradients(model, task)
 
     def train(
@@ -69,16 +70,17 @@ class PrivateStackTrainer:
         """
         stack = {name: p.detach().expand(len(plans), *p.shape).clone() for name, p in self._parameters.items()}
         optimizer = StackOptimizer(self._job, stack, torch.tensor([plan.lr for plan in plans]))
-        flat = torch.zeros(len(plans), sum(p.numel() for p in self._parameters.values()))
+        flat = torch.zeros(len(plans), sum(p.numel() for p in self._parameters.values()), dtype=torch.float64)
+        gradients = torch.zeros(flat.shape)
         clip_norms = torch.full((len(plans),), clip_norm)
         rows = torch.cat([plan.rows for plan in plans])
         sizes = np.array([len(plan.rows) for plan in plans])
         for _ in range(self._plan.steps):
             batch = self._sample(rows, sizes, randomness)
             below = self._clipped_sums(stack, plans, batch, clip_norms, flat)
-            self._add_noise(flat, randomness, clip_norms)
+            self._add_noise(flat, randomness, clip_norms, gradients)
             with torch.no_grad():
-                optimizer.step(self._split(flat), len(plans))
+                optimizer.step(self._split(gradients), len(plans))
             clip_norms = self._adapted(clip_norms, below, batch.sizes, randomness)
         return StackResult(stack, [self._plan.steps] * len(plans)), [float(c) for c in clip_norms]
 
@@ -169,8 +171,8 @@ class PrivateStackTrainer:
             start += parameter.numel()
         return views
 
-    def _add_noise(self, flat: Tensor, randomness: Sequence[Randomness], clip_norms: Tensor) -> None:
-        """Independent noise for every client and coordinate, then the public normaliser."""
+    def _add_noise(self, flat: Tensor, randomness: Sequence[Randomness], clip_norms: Tensor, gradients: Tensor) -> None:
+        """Independent noise for every client and coordinate, then the public normaliser: the clients' gradients."""
         noise = self._plan.update_noise * (1 + ROUNDING_MARGIN)
         if len(randomness) == 1 and self._plan.section.adaptive is None:
             everything = flat.view(-1).numpy()
@@ -179,7 +181,7 @@ class PrivateStackTrainer:
             for client, row in enumerate(flat.numpy()):
                 stream = randomness[client if len(randomness) > 1 else 0].noise
                 add_gaussian(row, noise * float(clip_norms[client]), stream, out=row)
-        flat.mul_(1 / self._plan.normaliser)
+        torch.mul(flat, 1 / self._plan.normaliser, out=gradients)
 
     def _adapted(
         self, clip_norms: Tensor, below: Tensor, sizes: np.ndarray, randomness: Sequence[Randomness]

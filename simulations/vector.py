@@ -65,7 +65,7 @@ class StackTrainer:
         layers = layers_of(model)
         self._layers = layers if is_plain_mlp(layers) else None
         self._forward = stacked_forward(model)
-        self._augment = task.augment if type(task).augment is not Task.augment else None
+        self._augment = own_augment(task)
 
     def train(self, plans: list[ClientPlan]) -> StackResult:
         local = self._job.local
@@ -153,6 +153,12 @@ class StackTrainer:
                 mlp_backward(layers, views, activations, gradient, keep)
                 optimizer.step(gradients, active)
         return {"loss": losses.detach(), **{name: part.detach() for name, part in parts.items()}}
+
+
+def own_augment(task: Task) -> Augment | None:
+    """The task's augmentation, if it has one of its own: a task need not derive from `Task`."""
+    written = getattr(type(task), "augment", None)
+    return task.augment if written is not None and written is not Task.augment else None
 
 
 def augment_stack(augment: Augment, inputs: Tensor, sizes: Tensor, generators: list[torch.Generator]) -> Tensor:

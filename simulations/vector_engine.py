@@ -156,8 +156,10 @@ class VectorEngine:
         started = time.perf_counter()
         identities = [self._identity(delivery) for delivery in chunk]
         received, _, clip_norm = self._handler.load(chunk[0].message.content)
-        plans = [self._plan(identity) for identity in identities]
-        result, clip_norms = self._trained(identities, plans, clip_norm)
+        randomness = self._randomness(identities) if isinstance(self._trainer, PrivateStackTrainer) else []
+        seeds = self._seeds(randomness, len(chunk))
+        plans = [self._plan(identity, seed) for identity, seed in zip(identities, seeds, strict=True)]
+        result, clip_norms = self._trained(plans, randomness, clip_norm)
         arrays = {name: self._rows_of(name, result.parameters, len(chunk)) for name in self._handler.state}
         metrics = {"steps": np.array(result.steps, np.float64), "lr": np.array([plan.lr for plan in plans])}
         if self._privacy is not None:
@@ -178,11 +180,17 @@ class VectorEngine:
         )
 
     def _trained(
-        self, identities: list[Identity], plans: list[ClientPlan], clip_norm: float
+        self, plans: list[ClientPlan], randomness: list[Randomness], clip_norm: float
     ) -> tuple[StackResult, list[float]]:
         if isinstance(self._trainer, StackTrainer):
             return self._trainer.train(plans), []
-        return self._trainer.train(plans, self._randomness(identities), clip_norm)
+        return self._trainer.train(plans, randomness, clip_norm)
+
+    def _seeds(self, randomness: list[Randomness], clients: int) -> list[int]:
+        """What each client's augmentation is drawn from: a secret where the job is private, as in `Handler.fit`."""
+        if not randomness or randomness[0].sampling.insecure:
+            return [self._job.job.seed] * clients
+        return [int(word) for word in randomness[0].sampling.words(clients)]
 
     def _released(self, received: Arrays, arrays: Arrays, clip_norm: float, clip_norms: list[float]) -> Arrays:
         """What private clients send: see `Handler._released`, which does this for one of them."""
@@ -210,10 +218,10 @@ class VectorEngine:
             self._asked = (content, Identity.of(content, wire.CONFIG))
         return replace(self._asked[1], client=name_of(delivery.context))
 
-    def _plan(self, identity: Identity) -> ClientPlan:
+    def _plan(self, identity: Identity, seed: int) -> ClientPlan:
         job, client, number = self._job, identity.client, identity.round
         return ClientPlan(
             rows=torch.from_numpy(self._handler.data.rows(client).train),
             lr=learning_rate(job, client, number),
-            generator=torch_stream(job.job.seed, "train", client, number),
+            generator=torch_stream(seed, "train", client, number),
         )

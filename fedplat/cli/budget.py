@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedplat.cli.options import Json
+from fedplat.cli.person import person_bound
 from fedplat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ RunOption = Annotated[
 Init = Annotated[bool, typer.Option("--init", help="Write site.toml if there is none; make the ledger; open accounts.")]
 History = Annotated[str | None, typer.Option("--history", metavar="ACCOUNT", help="Every entry of one account.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Read the whole ledger and recompute every hash and total.")]
+Person = Annotated[
+    list[str] | None,
+    typer.Option("--person", metavar="DATASET", help="For somebody in all these datasets (give it once for each)."),
+]
+LARGE_DELTA = 1e-4
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ def budget(
     init: Init = False,
     history: History = None,
     verify: Verify = False,
+    person: Person = None,
 ) -> None:
     """Privacy spent, reserved and left for each dataset of this site.
 
@@ -66,6 +73,8 @@ def budget(
     `fedplat budget --history digits/sample`
 
     `fedplat budget --verify` — exit code 1 if the ledger was tampered with
+
+    `fedplat budget --person digits --person wards` — for somebody who is in both
 
     `fedplat budget --run latest` — what a simulation's clients would have spent
     """
@@ -82,6 +91,9 @@ def budget(
             typer.echo(f"verified: {head.seq} entries, head {head.hash}")
         if history is not None:
             _show_history(ledger, history, json_output)
+        elif person:
+            bound = person_bound(ledger, person, _balances(source, ledger))
+            typer.echo(json.dumps({"person": bound.as_json()}) if json_output else bound.in_words())
         elif json_output:
             typer.echo(json.dumps(_as_json(ledger, _balances(source, ledger))))
         else:
@@ -219,8 +231,14 @@ def _remarks(source: _Source, balances: list["Balance"]) -> list[str]:
         ]
     if source.site is None:
         return []
+    large = [
+        f"{source.site.path}: datasets.{name}.delta = {data.delta:g} protects nobody among {1 / data.delta:.0f} "
+        "examples or more: a mechanism that publishes one of them at random would pass"
+        for name, data in source.site.datasets.items()
+        if data.delta >= LARGE_DELTA
+    ]
     declared = {terms.account: terms.budget.epsilon for terms in source.site.terms() if terms.budget}
-    return [
+    return large + [
         f"{source.site.path} says ε = {declared[b.account]:g} for {b.account}: it counts from the next job, or now "
         f"with: fedplat budget --init --site {source.site.path}"
         for b in balances

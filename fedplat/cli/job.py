@@ -77,9 +77,12 @@ def run_config(job_file: JobFile = None, overrides: Overrides = None) -> None:
 def _with_noise(job: Job) -> Job:
     if job.privacy is None:
         return job
-    from privacy.plan import plan_privacy
+    from privacy.plan import expected_delta_warning, plan_privacy
 
     plan = plan_privacy(job)
     assert plan is not None
+    warning = expected_delta_warning(job)
+    if warning is not None:
+        typer.echo(f"warning: privacy.{warning}", err=True)
     pinned = plan.section.model_copy(update={"noise_multiplier": plan.noise_multiplier})
     return job.model_copy(update={"privacy": pinned})

@@ -13,6 +13,7 @@ import typer
 from fedplat.cli.options import Json
 from fedplat.cli.terminal import console_for
 from fedplat.errors import UsageError, unknown_name
+from fedplat.privacy_section import LEAST_NOISE, MOST_NOISE
 
 if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent
@@ -25,6 +26,7 @@ app = typer.Typer(help="What a schedule costs in privacy.", no_args_is_help=True
 NOISE_FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0)
 STEP_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 CURVE_POINTS = 40
+MOST_STEPS = 1_000_000_000
 
 Curves = Mapping[float, Sequence[tuple[int, float]]]
 
@@ -114,12 +116,18 @@ def _schedule(
         raise UsageError(f"--sample-rate must be above 0 and at most 1 (got {sample_rate:g}): batch size / records.")
     if steps < 1 or rounds < 1:
         raise UsageError(f"--steps and --rounds must be at least 1 (got {steps} and {rounds}).")
+    if steps * rounds > MOST_STEPS:
+        raise UsageError(f"--steps × --rounds = {steps * rounds:,} is more than {MOST_STEPS:,}: plan for fewer.")
     if not 0 < delta < 1:
         raise UsageError(f"--delta must be between 0 and 1 (got {delta:g}). Usual: well below 1 / number of records.")
     if (noise is None) == (epsilon is None):
         raise UsageError("give either --noise (for its ε) or --epsilon (for the noise), not both and not neither.")
     if noise is not None and not (math.isfinite(noise) and noise > 0):
         raise UsageError(f"--noise must be > 0 (got {noise:g}): training without noise is not private.")
+    if noise is not None and not LEAST_NOISE <= noise <= MOST_NOISE:
+        raise UsageError(
+            f"--noise must be between {LEAST_NOISE:g} and {MOST_NOISE:g} (got {noise:g}). Usual: 0.5 to 10."
+        )
     if epsilon is not None and not (math.isfinite(epsilon) and epsilon > 0):
         raise UsageError(f"--epsilon must be a finite number > 0 (got {epsilon:g}). Usual: 1 to 10.")
     relations, accountants = ("add-remove", "zero-out", "replace-one"), ("pld", "rdp", "prv")

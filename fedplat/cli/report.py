@@ -40,14 +40,15 @@ def draw_plots(run: RunDirectory, job: Job, summary: Summary) -> None:
         plot_clients(clients, run.plots / "clients.png")
 
 
-def privacy_line(spent: PrivacySpent) -> str:
+def privacy_line(spent: PrivacySpent, witnesses: int) -> str:
     """ε and δ with what they are about: a number without its unit and relation says nothing."""
+    alone = " (one witness)" if witnesses == 1 else ""
     who = "one example of a client" if spent.unit == "sample" else "one client's whole data"
     trust = "; the server is trusted with single updates" if spent.trusts_server else ""
     warning = " [bold red]INSECURE NOISE: not private[/]" if spent.insecure_noise else ""
     return (
         f"[bold green]ε = {spent.epsilon:.3g}[/], δ = {spent.delta:g} for {who} ({spent.relation}, "
-        f"{spent.accountant.upper()}, {spent.releases} rounds){trust}{warning}"
+        f"{spent.accountant.upper()}, {spent.releases} rounds){alone}{trust}{warning}"
     )
 
 
@@ -69,7 +70,7 @@ def result_table(summary: Summary, metric: str) -> "Table":
     table.add_row("updates", f"{summary.updates} accepted, {summary.failed} failed, late or refused")
     spent = summary.spent
     if spent is not None:
-        table.add_row("privacy", privacy_line(spent))
+        table.add_row("privacy", privacy_line(spent, len(summary.witnesses)))
     table.add_row("speed", f"{summary.clients_per_s:.0f} clients/s, {summary.training_s:.1f} s of training rounds")
     table.add_row("traffic", f"{summary.bytes_up / 1e6:.1f} MB up, {summary.bytes_down / 1e6:.1f} MB down")
     if summary.model_sha256:

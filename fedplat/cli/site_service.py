@@ -86,7 +86,7 @@ def link(
 
     context = Credentials(folder / "tls.crt", folder / "tls.key", folder / "ca.crt").context()
     uvicorn.run(
-        Link(server, context).app(),
+        Link(server, context, folder / "node.id").app(),
         host="127.0.0.1",
         port=port,
         ssl_certfile=str(folder / "local.crt"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fedplat.errors import JobError
+from fedplat.errors import JobError, UsageError
 from fedplat.events import EVENT, Checkpointed, ClientFailed, Evaluated, Event, RoundFinished, RunFailed, RunFinished
 from fedplat.job import Job
 
@@ -29,7 +29,7 @@ def lines_of(control: "Control", run_id: int, follow: bool) -> Iterator[str]:
     while True:
         run: RunStatus | None = None
         try:
-            (run,) = control.runs(run_id)
+            run = _the_run(control, run_id)
             if run.status not in ("pending", "starting"):
                 for text, read_until in control.logs(run_id, after):
                     after, rest = read_until, rest + text
@@ -45,6 +45,13 @@ def lines_of(control: "Control", run_id: int, follow: bool) -> Iterator[str]:
         if not follow or (lost_at is None and run is not None and run.status not in RUNNING):
             return
         time.sleep(ASK_AGAIN_S)
+
+
+def _the_run(control: "Control", run_id: int) -> "RunStatus":
+    found = control.runs(run_id)
+    if not found:
+        raise UsageError(f"the server knows no run {run_id}. List them with: fedplat status")
+    return found[0]
 
 
 def event_of(line: str) -> Event | None:
@@ -73,7 +80,7 @@ def follow_run(control: "Control", run_id: int, job: Job, console: "Console") ->
                     failure = line.removeprefix("error: ")
                 elif line.startswith("run "):
                     directory = line.removeprefix("run ").strip()
-            (run,) = control.runs(current)
+            run = _the_run(control, current)
             lost = run.status == "finished:failed" and not failure and not isinstance(last, RunFinished)
             current = _continuation(control, directory, current) if lost and directory else None
     if isinstance(last, RunFinished):
@@ -157,6 +164,12 @@ def progress_of(control: "Control", run: "RunStatus") -> dict[str, Any]:
 
 def considered(control: "Control", run_id: int) -> dict[str, str]:
     """The sites' answers to a dry run."""
+    deadline = time.monotonic() + PATIENCE_S
+    while _the_run(control, run_id).status in ("pending", "starting"):
+        if time.monotonic() > deadline:
+            control.stop_run(run_id)
+            raise JobError("the server is busy with another run and did not get to ask the sites. Try again later")
+        time.sleep(ASK_AGAIN_S)
     for line in lines_of(control, run_id, follow=True):
         if line.startswith('{"considered"'):
             return dict(json.loads(line)["considered"])

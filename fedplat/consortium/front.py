@@ -99,7 +99,11 @@ def _files(folder: Path) -> str:
 {temporary}
     log_format parties '$time_iso8601 $remote_addr $fedplat_party $request_method $uri $status $request_length '
                        '$bytes_sent $request_time';
-    access_log {_quoted(folder / "access.log")} parties;"""
+    map "$uri $status" $fedplat_logged {{
+        default 1;
+        "/v1/fleet/pull-messages 200" 0;  # every site asks several times a second
+    }}
+    access_log {_quoted(folder / "access.log")} parties if=$fedplat_logged;"""
 
 
 def _server(kit: ServerKit) -> str:

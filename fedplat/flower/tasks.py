@@ -9,11 +9,9 @@ down lets a restarted process go on where it was killed.
 """
 
 import base64
-import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +25,7 @@ from flwr.common.serde import context_from_proto, message_from_proto, message_to
 from flwr.proto.log_pb2 import PushLogsRequest
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest
-from flwr.proto.node_pb2 import Node, NodeInfo
+from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullAppMessagesRequest,
@@ -62,7 +60,6 @@ from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
 
 from fedplat.errors import FedplatError
 from fedplat.files import write_file
@@ -144,6 +141,32 @@ class TaskQueue:
         self._client.close()
 
 
+class TooLarge(FedplatError):
+    """A message is larger than what it could be about."""
+
+
+def fetch(client: RuntimeHttpClient, ids: list[str], node: Node, run_id: int, most_bytes: int) -> dict[str, bytes]:
+    """The parts of a message. One that is not there yet is asked for again soon: Flower's default is after a second."""
+    pull, room, lock = make_pull_object_fn_protobuf(client.PullObject, node, run_id), [most_bytes], threading.Lock()
+
+    def counted(object_id: str) -> bytes:
+        content = pull(object_id)
+        with lock:
+            room[0] -= len(content)
+        if room[0] < 0:
+            raise TooLarge(f"the message has more than the {most_bytes} bytes that it could have: not fetched")
+        return content
+
+    return pull_objects(
+        ids,
+        counted,
+        max_time=PATIENCE_S,
+        max_tries_per_object=None,
+        initial_backoff=0.02,
+        backoff_cap=0.5,
+    )
+
+
 class Heartbeat:
     """Keeps a task ours while it is worked on."""
 
@@ -222,6 +245,8 @@ class Assignment:
     tree: str
     """The message's object tree, base64."""
     run_config: dict[str, bool | float | int | str]
+    tries: int = 1
+    """How often it was begun: one that ends the process again and again is given up."""
 
     def save(self, path: Path) -> None:
         write_file(path, json.dumps(self.__dict__).encode(), mode=0o600)
@@ -275,14 +300,23 @@ class ClientTask(Task):
         """Be the task of an assignment that was pulled before."""
         self.resume(assignment.task_id, assignment.run_id, assignment.node_id)
 
-    def pull_message(self, assignment: Assignment, most_objects: int) -> Message:
+    def is_ours(self) -> bool:
+        """Does whoever gave us this task still know it?"""
+        try:
+            return bool(self.client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success)
+        except httpx.HTTPStatusError:
+            return False
+
+    def pull_message(self, assignment: Assignment, most_objects: int, most_bytes: int) -> Message:
         """The message with its content. It stays with the SuperNode until it is answered."""
         ids = assignment.object_ids()
         if len(ids) > most_objects:
             raise FedplatError(f"the message has {len(ids)} parts, more than the job's model can have: not fetched")
         node = Node(node_id=assignment.node_id)
         try:
-            contents = pull_objects(ids, make_pull_object_fn_protobuf(self.client.PullObject, node, assignment.run_id))
+            contents = fetch(self.client, ids, node, assignment.run_id, most_bytes)
+        except TooLarge:
+            raise
         except Exception as error:  # whatever Flower raises here, the message is not to be had
             raise MessageLost(f"the message can't be fetched: {type(error).__name__}: {error}") from None
         message = inflate_object_from_contents(assignment.message_id, contents)
@@ -329,40 +363,3 @@ class ClientTask(Task):
                 object_ids_to_push=set(pushed.objects_to_push),
             )
         self.finish()
-
-
-class RunGrid(HttpGrid):
-    """Flower's Grid to real nodes, with waits that end and one reply in memory at a time."""
-
-    def __init__(self, api: RuntimeApi, token: str, run: Run) -> None:
-        require_checked_version()
-        super().__init__(api.address, insecure=False, root_certificates=api.root_certificates, token=token)
-        self._retry_invoker = patient_invoker()
-        self.set_run(run)
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        with _while_running():
-            return super().get_nodes()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        with _while_running():
-            return super().push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The first reply that is there: a cohort of large models need not fit into memory."""
-        with _while_running():
-            for message_id in message_ids:
-                found = list(super().pull_messages([message_id]))
-                if found:
-                    return found
-            return []
-
-
-@contextlib.contextmanager
-def _while_running() -> Iterator[None]:
-    try:
-        yield
-    except httpx.HTTPStatusError as error:
-        if error.response.status_code in GONE:
-            raise RunStopped from None
-        raise

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from dp_accounting import dp_event, pld
 from dp_accounting.dp_event import DpEvent
+from dp_accounting.pld.common import compute_self_convolve_bounds
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from privacy.accountants.rdp import NotTaken, rdp_epsilon
 from privacy.accountants.support import LIBRARY_RELATION, Leaves, Relation, kind_of, leaves_of, normalise, supports
@@ -21,6 +23,13 @@ SLOW_INTERVAL = 5e-4
 """For many different leaves, and for mixtures, whose points dp-accounting finds one by one."""
 MIN_DELTA = 1e-11
 MAX_EPSILON = 1000.0
+MANY_RELEASES = 100_000
+ROUNDING = 2.0**-52
+"""Of each factor of a transform that is raised to the power of the number of releases."""
+MAX_POINTS = 1 << 23
+"""Of a grid of many releases: about 1 GB and 3 s at the limit."""
+TRUNCATED = 1e-15
+"""dp-accounting's own: mass that a composition may cut off."""
 _COARSE: tuple[tuple[float, float], ...] = ((80.0, INTERVAL), (200.0, 5e-4), (MAX_EPSILON, 1e-3))
 """Largest privacy loss that each interval is used for, so that a grid stays around a million points."""
 
@@ -39,11 +48,37 @@ def pld_epsilon(
     interval = max(least_interval, interval_for(leaves, delta, relation))
     accountant = pld.PLDAccountant(LIBRARY_RELATION[relation], interval)
     for leaf, count in leaves.items():
-        accountant.compose(leaf, count)
+        if count > MANY_RELEASES:
+            if count * ROUNDING > delta / 100:
+                raise NotTaken(f"PLD: {count:.3g} releases round its Fourier transforms by more than δ / 100")
+            accountant._pld = accountant._pld.compose(_many(leaf, count, relation, interval))
+        else:
+            accountant.compose(leaf, count)
     epsilon = float(accountant.get_epsilon(delta))
     if math.isinf(epsilon):
         raise NotTaken(f"PLD found no finite ε at δ = {delta:g}")
     return max(0.0, epsilon)
+
+
+def _many(leaf: DpEvent, count: int, relation: Relation, interval: float) -> PrivacyLossDistribution:
+    """Many releases of one event, with the grid's size known before it is made.
+
+    dp-accounting keeps few points in a dictionary and raises their number to the power of `count` to see whether that
+    will do (for ever, in whole numbers), and its Chernoff bound for a dense grid has tilts that end at one over the
+    grid's length: beyond some number of releases the grid grows with that number.
+    """
+    single = pld.PLDAccountant(LIBRARY_RELATION[relation], interval)
+    single.compose(leaf, 1)
+    found = single._pld  # dp-accounting gives out no masses; these fields are those of 0.6, which pyproject pins
+    directions = [found._pmf_remove] if found._symmetric else [found._pmf_remove, found._pmf_add]
+    dense = [direction.to_dense_pmf() for direction in directions]
+    for direction in dense:
+        low, high = compute_self_convolve_bounds(direction._probs, count, TRUNCATED)
+        if high - low > MAX_POINTS:
+            raise NotTaken(
+                f"PLD: {count:.3g} releases would need a grid of {high - low:.2g} points (limit {MAX_POINTS:.2g})"
+            )
+    return PrivacyLossDistribution(*dense).self_compose(count)
 
 
 def taken_leaves(event: DpEvent, relation: Relation) -> Leaves:

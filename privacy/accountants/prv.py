@@ -16,6 +16,7 @@ from privacy.accountants.rdp import NotTaken, rdp_epsilon
 from privacy.accountants.support import Relation, kind_of, leaves_of, normalise, supports
 
 EPSILON_ERROR = 0.01
+MAX_EPSILON = 700.0
 MAX_POINTS = 2_500_000
 """Grid points over all distinct entries: about 450 MB and 3 s at the limit (measured)."""
 
@@ -74,4 +75,6 @@ def _opacus_epsilon(history: list[Entry], delta: float) -> float:
         raise NotTaken(f"PRV gave up: {error}") from error
     if not math.isfinite(epsilon):
         raise NotTaken("PRV found no finite ε")
+    if epsilon > MAX_EPSILON:
+        raise NotTaken(f"PRV: ε beyond {MAX_EPSILON:g} is cut off where e^ε leaves a float's range")
     return max(0.0, epsilon)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from dp_accounting import dp_event, get_epsilon_gaussian, pld
 from dp_accounting.dp_event import DpEvent
-from scipy import fft
+from scipy import fft, signal
 
 from privacy.accountants.pld import MIN_DELTA, single_reach, taken_leaves
 from privacy.accountants.rdp import DEFAULT_ORDERS, NotTaken, curve_epsilon, rdp_curve
@@ -111,13 +111,14 @@ def least_epsilon(first: int, interval: float, mass: np.ndarray, infinite: float
         return 0.0
     weighted = mass[start:]
     above = infinite + np.cumsum(weighted[::-1])[::-1]
-    below = np.cumsum((weighted * np.exp(losses[0] - losses))[::-1])[::-1]  # relative to the first loss
+    # Σ_{x ≥ losses[i]} mass(x)·e^{losses[i]−x}, from the end: relative to the first loss it would overflow beyond 709.
+    scaled = signal.lfilter([1.0], [1.0, -math.exp(-interval)], weighted[::-1])[::-1]
     # δ at ε = losses[i], from the mass strictly above; it falls with i.
-    at = np.append(above[1:], infinite) - np.exp(losses - losses[0]) * np.append(below[1:], 0.0)
+    at = np.append(above[1:], infinite) - (scaled - weighted)
     i = int(np.argmax(at <= delta))
     if above[i] <= delta:
         return 0.0
-    epsilon = losses[0] + math.log((above[i] - delta) / below[i])
+    epsilon = losses[i] + math.log((above[i] - delta) / scaled[i])
     return max(0.0, float(epsilon))
 
 

@@ -166,3 +166,36 @@ def _app() -> typer.Typer:
     app = typer.Typer(rich_markup_mode="markdown")
     app.command()(budget)
     return app
+
+
+def two_datasets(relation: str = "add-remove") -> None:
+    """A site whose patients may be in both."""
+    text = Path("site.toml").read_text().partition("[policy]")[0]
+    wards = f'tasks = ["wards"]\nrelation = "{relation}"\nepsilon = 3.0\ndelta = 1e-5\n'
+    Path("site.toml").write_text(f"{text}\n[datasets.wards]\n{wards}")
+    with open_site_ledger(load_site(Path("site.toml"))) as ledger:
+        ledger.reserve(charge(0, account="wards/sample", noise=8.0, relation=relation))
+
+
+def test_somebody_in_two_datasets_is_told_the_sum(run, site):
+    two_datasets()
+    rows = {row["dataset"]: row for row in json.loads(run("--json").out)["accounts"]}
+    found = json.loads(run("--person", "digits", "--person", "wards", "--json").out)["person"]
+    assert found["spent"] == pytest.approx(rows["digits"]["spent"] + rows["wards"]["spent"])
+    assert found["delta"] == pytest.approx(1.1e-5) and found["budget"] == 11.0 and found["relation"] == "add-remove"
+    alone = json.loads(run("--person", "digits", "--json").out)["person"]
+    assert alone["spent"] == pytest.approx(rows["digits"]["spent"])
+    assert 0 < found["composed"] <= found["spent"]
+    assert "one person in digits and wards: ε = " in run("--person", "digits", "--person", "wards").out
+
+
+def test_what_does_not_add_up_is_not_added_up(run, site):
+    two_datasets("replace-one")
+    assert "add-remove, replace-one don't add up" in run("--person", "digits", "--person", "wards").err
+    assert "unknown dataset 'ward'" in run("--person", "ward").err
+
+
+def test_a_delta_that_protects_nobody_is_remarked_upon(run, site):
+    assert "protects nobody" not in run().out
+    site.write_text(site.read_text().replace("delta = 1e-6", "delta = 1e-3"))
+    assert "datasets.digits.delta = 0.001 protects nobody among 1000 examples or more" in run().out

@@ -1,6 +1,7 @@
 """`fedplat privacy solve`: the contract for scripts, the words for people, and bad input."""
 
 import json
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -81,6 +82,11 @@ def test_help_has_examples():
         ({"--noise": "0"}, "not private"),
         ({"--noise": "-1"}, "not private"),
         ({"--noise": "inf"}, "not private"),
+        ({"--noise": "1e300"}, "--noise must be between 0.001 and 1e+09"),
+        ({"--noise": "1e-30"}, "--noise must be between 0.001 and 1e+09"),
+        ({"--steps": "1000000000000"}, "is more than 1,000,000,000: plan for fewer"),
+        ({"--steps": "100000", "--rounds": "100000"}, "is more than 1,000,000,000: plan for fewer"),
+        ({"--steps": "9" * 400}, "is more than 1,000,000,000: plan for fewer"),
         ({"--epsilon": "1"}, "not both"),
         ({"--noise": None}, "not neither"),
         ({"--noise": None, "--epsilon": "0"}, "--epsilon must be"),
@@ -105,3 +111,22 @@ def test_required_options(missing):
     position = arguments.index(missing)
     del arguments[position : position + 2]
     assert solve(*arguments, "--noise", "1").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "steps"),
+    [
+        ("1e-12", "1", 10**9),
+        ("1e-6", "1", 10**8),
+        ("1", "1e9", 10**9),
+        ("0.001", "100", 10**9),
+        ("0.5", "0.001", 10**9),
+    ],
+)
+def test_no_schedule_within_bounds_keeps_a_person_waiting(rate, noise, steps):
+    """PLD once raised a thousand to the power of a billion, in whole numbers, to see whether that is large."""
+    started = time.monotonic()
+    found = json.loads(
+        solve("--sample-rate", rate, "--noise", noise, "--steps", str(steps), "--delta", "1e-5", "--json").stdout
+    )
+    assert found["claimed"] >= 0 and time.monotonic() - started < 30

@@ -9,6 +9,7 @@ from torch import nn
 from fedplat.events import PrivacySpent, read_events
 from fedplat.rundir import RunDirectory
 from fedplat.tasks.digits import Digits
+from privacy import accounting
 from privacy.ledger import Ledger
 from tests.cli.conftest import FAST
 
@@ -134,3 +135,57 @@ def test_a_delta_that_protects_nobody_is_warned_about(fedplat, caplog):
     result = fedplat("simulate", *FAST, *SAMPLE, *sets("privacy.delta=0.1", "job.rounds=1"))
     assert result.code == 0
     assert "is not below 1/" in result.err + result.out + caplog.text
+
+
+def test_every_private_run_says_what_each_accountant_found(fedplat):
+    arguments = sets("privacy.unit=client", "privacy.noise_multiplier=5", "job.rounds=2")
+    found = json.loads(fedplat("simulate", *FAST, *arguments, "--out", "run", "--json").out)
+    assert found["witnesses"].keys() == {"pld", "rdp", "prv"}
+    assert found["witnesses"]["pld"] <= found["witnesses"]["rdp"] + 0.005
+    started = read_events(Path("run/events.jsonl"))[0]
+    assert started.witnesses == found["witnesses"] and found["epsilon"] <= found["witnesses"]["pld"] + 1e-3
+    assert "one witness" not in fedplat("simulate", *FAST, *arguments).out
+
+
+def test_a_claim_that_nothing_vouches_for_is_labelled(fedplat):
+    arguments = sets("privacy.unit=client", "privacy.noise_multiplier=5", "privacy.sampling=fixed", "job.rounds=1")
+    assert "(one witness)" in fedplat("simulate", *FAST, *arguments).out.replace("\n", " ")
+    found = json.loads(fedplat("simulate", *FAST, *arguments, "--json").out)
+    assert found["witnesses"].keys() == {"rdp"}
+
+
+@pytest.mark.parametrize("wrong", ["rdp", "prv"])
+def test_accountants_that_disagree_stop_a_run_before_its_first_round(wrong, fedplat, monkeypatch):
+    monkeypatch.setitem(accounting._EPSILON_BY, wrong, lambda event, delta, relation: 1e-3)
+    arguments = sets("privacy.unit=client", "privacy.noise_multiplier=1", "job.rounds=1")
+    result = fedplat("simulate", *FAST, *arguments, "--out", "run")
+    assert result.code == 1 and "Don't use either" in result.err
+    assert read_events(Path("run/events.jsonl")) == []
+
+
+def test_an_epsilon_that_protects_nobody_is_warned_about(fedplat, caplog):
+    arguments = sets("privacy.unit=client", "privacy.noise_multiplier=0.05", "privacy.sampling=none", "job.rounds=1")
+    result = fedplat("simulate", *FAST, *arguments)
+    assert result.code == 0 and "which protects nobody" in result.err + caplog.text
+    assert (
+        "must be at least 0.001"
+        in fedplat("simulate", *sets("privacy.unit=sample", "privacy.noise_multiplier=1e-30")).err
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (["privacy.unit=client", "privacy.noise_multiplier=2", "privacy.delta=0.1", "cohort.clients=50"], True),
+        (["privacy.unit=client", "privacy.noise_multiplier=2", "privacy.delta=0.001", "cohort.clients=50"], False),
+        (["privacy.unit=sample", "privacy.noise_multiplier=2", "privacy.sample_rate=0.01", "privacy.delta=0.01"], True),
+        (
+            ["privacy.unit=sample", "privacy.noise_multiplier=2", "privacy.sample_rate=0.01", "privacy.delta=1e-5"],
+            False,
+        ),
+    ],
+)
+def test_a_job_for_sites_is_checked_for_its_delta_too(settings, warned, fedplat):
+    result = fedplat("job", "run-config", *sets("privacy.noise_multiplier=2", *settings))
+    assert result.code == 0 and result.out.startswith("job = ")
+    assert ("is not below 1/" in result.err) == warned

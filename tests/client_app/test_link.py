@@ -1,6 +1,8 @@
 """The site's link: real TLS on both sides, an upstream that demands the site's certificate."""
 
+import asyncio
 import contextlib
+import gzip
 import http.server
 import socket
 import ssl
@@ -15,14 +17,16 @@ import httpx
 import pytest
 import uvicorn
 from cryptography.hazmat.primitives.asymmetric import ec
+from starlette.requests import Request
 
 from client_app import link as links
-from client_app.link import LARGEST_BODY, POLL_PATH, Link
+from client_app.link import LARGEST_ANSWER, LARGEST_BODY, Link
 from fedplat.consortium.authority import Authority, pem
 from fedplat.consortium.identity import write_secret
 from fedplat.consortium.keygen import private_pem
 from fedplat.consortium.local_tls import LocalTls
 from fedplat.flower.control import Credentials
+from fedplat.flower.fleet import PULL_MESSAGES as POLL_PATH
 
 DEADLINE_S = 30.0
 OTHER_PATH = "/v1/fleet/push-message"
@@ -96,7 +100,7 @@ def linked(server: str, context: ssl.SSLContext, local: LocalTls) -> Iterator[ht
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
-        Link(server, context).app(),
+        Link(server, context, local.key.with_name("node.id")).app(),
         ssl_certfile=str(local.certificate),
         ssl_keyfile=str(local.key),
         log_level="critical",
@@ -174,12 +178,47 @@ def test_what_the_server_says_is_passed_on(status, world):
         assert (answer.status_code, answer.content) == (status, b"reason")
 
 
-def test_a_compressed_answer_is_passed_on_plain(world):
-    import gzip
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "x-unknown", "identity, gzip"])
+@pytest.mark.parametrize("path", [OTHER_PATH, POLL_PATH])
+def test_a_compressed_answer_is_refused_unopened(encoding, path, world):
+    """A bomb of a few kilobytes would fill the site's memory."""
+    bomb = gzip.compress(bytes(64 << 20))
+    world.server.answer = lambda seen: (200, {"Content-Encoding": encoding}, bomb)
+    answer = world.client.post(path, headers={"Accept-Encoding": "gzip, br"})
+    assert answer.status_code == 502 and len(answer.content) < 200
+    assert [seen.headers["accept-encoding"] for seen in world.server.seen] == ["identity"]
 
-    world.server.answer = lambda seen: (200, {"Content-Encoding": "gzip"}, gzip.compress(b"message" * 100))
-    answer = world.client.post(OTHER_PATH, headers={"Accept-Encoding": "identity"})
-    assert answer.content == b"message" * 100 and "content-encoding" not in answer.headers
+
+def test_an_answer_over_the_limit_is_cut_off_while_it_arrives(world):
+    world.server.answer = lambda seen: (200, {}, bytes(LARGEST_ANSWER))
+    assert len(world.client.post(OTHER_PATH).content) == LARGEST_ANSWER
+    world.server.answer = lambda seen: (200, {}, bytes(LARGEST_ANSWER + 1))
+    for path in (OTHER_PATH, POLL_PATH):
+        assert world.client.post(path).status_code == 502
+
+
+def test_a_body_without_a_length_is_counted_while_it_arrives():
+    """The sender of an endless body is stopped, not waited for."""
+    sent = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal sent
+        sent += 1 << 20
+        assert sent < 2 * LARGEST_BODY, "the link reads on after its limit"
+        return {"type": "http.request", "body": bytes(1 << 20), "more_body": True}
+
+    scope = {"type": "http", "method": "POST", "path": OTHER_PATH, "headers": [(b"transfer-encoding", b"chunked")]}
+    assert asyncio.run(links._body(Request(scope, receive))) is None
+
+
+def test_the_environment_does_not_redirect_the_link(world, monkeypatch, party, tmp_path):
+    for name in ("HTTPS_PROXY", "ALL_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "")
+    folder = party[1]
+    credentials = Credentials(folder / "tls.crt", folder / "tls.key", folder / "authority" / "ca.crt")
+    made = Link(f"127.0.0.1:{world.server.port}", credentials.context(), tmp_path / "node.id")
+    assert made._client._mounts == {}
 
 
 def test_an_empty_poll_is_held_and_answered_as_soon_as_something_is_there(world):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from client_app.private_model import require_private_model
+from client_app.handler import Handler
+from client_app.private_model import require_private_model, require_separate_metrics
 from fedplat.errors import UsageError
 from fedplat.model import build_model
 from fedplat.task import Examples, Task
@@ -246,3 +247,95 @@ def test_a_converted_lstm_is_refused_because_it_lists_its_parameters_twice():
 
     with pytest.raises(UsageError, match=r"'recurrent.l0.ih.weight' is shared with layer 'recurrent'"):
         judge(ModuleValidator.fix(Recurrent()), 5, 6)
+
+
+def by_share(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Class weights from the batch itself (scikit-learn's "balanced")."""
+    counts = torch.bincount(targets, minlength=3).float()
+    return (len(targets) / counts)[targets] * functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def by_size(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean in disguise: the same whatever the others are, but not however many they are."""
+    return functional.cross_entropy(outputs, targets, reduction="none") / len(targets)
+
+
+def by_float_share(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    weight = (targets == 0).sum() / (targets == 1).sum().clamp(min=1)
+    return functional.binary_cross_entropy_with_logits(outputs[:, 0], targets, reduction="none") * (
+        1 + weight * targets
+    )
+
+
+SAME_CLASS_ROWS = {
+    "every third": torch.arange(1000) % 3,  # rows 0, 333, 666 and 999 share a class
+    "one class only": torch.zeros(1000, dtype=torch.long),
+    "another class only": torch.full((1000,), 2),
+    "one of another": torch.tensor([0] * 500 + [1] + [0] * 499),
+}
+
+
+@pytest.mark.parametrize("targets", SAME_CLASS_ROWS.values(), ids=SAME_CLASS_ROWS.keys())
+@pytest.mark.parametrize("loss", [by_share, by_size])
+def test_a_loss_that_looks_at_the_batch_is_refused_whatever_classes_the_first_rows_have(loss, targets):
+    examples = Examples(torch.randn(1000, 6), targets)
+    require_private_model(nn.Sequential(nn.Linear(6, 3)), task_of(), examples, ())
+    with pytest.raises(UsageError, match="the loss of one example depends on others in its batch"):
+        require_private_model(nn.Sequential(nn.Linear(6, 3)), task_of(loss=loss), examples, ())
+
+
+def test_floating_point_classes_are_told_apart_too():
+    examples = Examples(torch.randn(1000, 6), (torch.arange(1000) % 3 == 1).float())
+    with pytest.raises(UsageError, match="depends on others in its batch"):
+        require_private_model(nn.Linear(6, 1), task_of(loss=by_float_share), examples, ())
+
+
+def test_targets_of_any_shape_and_kind_are_probed():
+    def squares(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets.float()).square().flatten(1).mean(1)
+
+    model = nn.Linear(6, 5)
+    for targets in (torch.randn(9, 5), torch.zeros(9, 5), torch.randint(0, 4, (9, 5)), torch.full((9, 5), -100)):
+        require_private_model(model, task_of(loss=squares), Examples(torch.randn(9, 6), targets), ())
+
+
+def share_of_best(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    return {"score": (outputs[:, 0] / outputs[:, 0].abs().max()).abs()}
+
+
+def centred(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    return {"score": outputs[:, 0] - outputs[:, 0].mean()}
+
+
+def diluted(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    return {"score": (outputs.argmax(1) == targets).float() / len(targets)}
+
+
+@pytest.mark.parametrize("metrics", [share_of_best, centred, diluted])
+def test_a_metric_that_looks_at_the_batch_is_not_released(metrics):
+    examples = examples_of(6)
+    require_separate_metrics(nn.Linear(6, 3), task_of(), examples)
+    with pytest.raises(UsageError, match="metric 'score' of one example depends on others"):
+        require_separate_metrics(nn.Linear(6, 3), task_of(metrics=metrics), examples)
+
+
+def test_a_loss_that_is_only_coupled_in_evaluation_is_not_released():
+    model = Written(lambda self, h: h if self.training else h - h.mean(0))
+    require_private_model(model, task_of(), examples_of(6), ())
+    with pytest.raises(UsageError, match="metric 'loss' of one example depends on others"):
+        require_separate_metrics(model, task_of(), examples_of(6))
+
+
+class Scored(Digits):
+    """Digits with a metric that every other example moves."""
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return share_of_best(self, outputs, targets)
+
+
+def test_a_job_that_would_release_such_a_metric_is_refused(tiny_job):
+    privacy = {"unit": "sample", "sample_rate": 0.2, "noise_multiplier": 2.0, "evaluation_noise": 5.0}
+    private = {f"privacy__{key}": value for key, value in privacy.items()}
+    common = {"task__name": f"{__name__}:Scored", "data__holdout": 0.2, "evaluation__metric": "loss"}
+    with pytest.raises(UsageError, match="metric 'score' of one example depends on others"):
+        Handler(tiny_job(**common, evaluation__clients=0.5, **private))

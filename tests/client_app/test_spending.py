@@ -9,12 +9,13 @@ from scipy import stats
 from torch import Tensor
 
 from client_app import handler as handlers
-from client_app.handler import handle_evaluate, handle_train, handler_for
+from client_app.handler import handle_admit, handle_evaluate, handle_train, handler_for
 from fedplat import wire
 from fedplat.errors import JobError, UsageError
 from fedplat.flower import become_server, new_context, stamp
 from fedplat.job import Job
 from fedplat.model import read_arrays
+from fedplat.task import Examples, Split
 from fedplat.tasks.digits import Digits
 from fedplat.wire import Identity
 from privacy.ledger import BudgetExceeded, Ledger, LedgerTampered
@@ -28,6 +29,7 @@ class Counted(Digits):
 
     looks = 0
     fails = False
+    rows: int | None = None
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         type(self).looks += 1
@@ -35,11 +37,15 @@ class Counted(Digits):
             raise RuntimeError("disk on fire")
         return super().loss(outputs, targets)
 
+    def data(self, split: Split) -> Examples:
+        return super().data(split)[slice(type(self).rows)]
+
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     monkeypatch.setattr(Counted, "looks", 0)
     monkeypatch.setattr(Counted, "fails", False)
+    monkeypatch.setattr(handlers, "_warm", {})
     monkeypatch.delenv(ENVIRONMENT, raising=False)
 
 
@@ -82,15 +88,22 @@ def at_site(tmp_path, monkeypatch):
     return lambda **dataset: AtSite(tmp_path, monkeypatch, **dataset)
 
 
+HANDLE = {"train": handle_train, "evaluate": handle_evaluate, "query.admit": handle_admit}
+
+
 def ask(job: Job, number: int = 1, attempt: int = 0, client: int = 0, kind: str = "train", **node: object) -> Message:
     content = RecordDict({wire.CONFIG: Identity(job.digest, number, attempt).record()})
-    content[wire.ARRAYS] = wire.encode_arrays(read_arrays(handler_for(job.canonical()).state))
+    content[wire.ARRAYS] = wire.encode_arrays(read_arrays(handler_for(job.canonical(), f"client-{client}").state))
     become_server(7)
     message = Message(content, dst_node_id=100, message_type=kind)
     stamp(message)
     context = new_context(7, 100, {"partition-id": client, **node}, {wire.JOB_KEY: job.canonical()})
     Counted.looks = 0  # what the model's rehearsal looked at was no client's
-    return (handle_train if kind == "train" else handle_evaluate)(message, context)
+    return HANDLE[kind](message, context)
+
+
+def admit(job: Job, **node: object) -> Message:
+    return ask(job, 0, kind="query.admit", **node)
 
 
 def test_without_a_site_file_nothing_is_computed(private_job):
@@ -146,7 +159,7 @@ def test_no_restart_and_no_other_job_brings_a_budget_back(private_job, at_site):
 
 def test_a_failed_training_stays_spent(private_job, at_site):
     site, job = at_site(), private_job()
-    handler_for(job.canonical())
+    handler_for(job.canonical(), "client-0")
     Counted.fails = True
     with pytest.raises(JobError, match="private training failed at this site"):
         ask(job)
@@ -161,7 +174,7 @@ def test_a_failed_training_stays_spent(private_job, at_site):
 
 def test_a_crash_in_training_stays_spent(private_job, at_site, monkeypatch):
     site, job = at_site(), private_job()
-    handler_for(job.canonical())
+    handler_for(job.canonical(), "client-0")
 
     def killed(self, outputs, targets):
         raise KeyboardInterrupt
@@ -174,7 +187,7 @@ def test_a_crash_in_training_stays_spent(private_job, at_site, monkeypatch):
 
 def test_the_reservation_is_on_disk_while_the_data_is_looked_at(private_job, at_site, monkeypatch):
     site, job, seen = at_site(), private_job(), []
-    handler_for(job.canonical())
+    handler_for(job.canonical(), "client-0")
     original = Digits.loss
     monkeypatch.setattr(Counted, "loss", lambda self, o, t: (seen.append(site.spent()), original(self, o, t))[1])
     ask(job)
@@ -213,14 +226,26 @@ def test_a_ledger_that_is_gone_or_of_another_site_is_no_ledger(private_job, at_s
     assert Counted.looks == 0
 
 
-def test_a_site_with_one_example_is_refused_for_nothing(private_job, at_site, tmp_path):
-    (tmp_path / "lists.json").write_text(str([[0], list(range(1, 1438))]))
-    partition = {"kind": "explicit", "file": str(tmp_path / "lists.json")}
-    site, job = at_site(), private_job(data__partition=partition, cohort__clients=2)
+def test_a_site_with_one_example_is_refused_for_nothing(private_job, at_site, monkeypatch):
+    site, job = at_site(), private_job()
+    monkeypatch.setattr(Counted, "rows", 1)
     with pytest.raises(UsageError, match="at least 2 examples"):
-        ask(job, client=0)
+        ask(job)
     assert site.spent()[0] == 0 and Counted.looks == 0
-    ask(job, client=1)
+    monkeypatch.setattr(Counted, "rows", 2)
+    handlers._warm.clear()
+    ask(job)
+
+
+def test_what_a_jobs_seed_holds_out_decides_about_no_refusal(private_job, at_site, monkeypatch):
+    """A server that chooses seeds would learn from refusals, for nothing, which examples are there."""
+    monkeypatch.setattr(Counted, "rows", 3)
+    site, sizes = at_site(epsilon=50.0), set()
+    for seed in range(8):
+        job = private_job(job__seed=seed, data__holdout=0.7)
+        ask(job)
+        sizes.add(len(handler_for(job.canonical(), "client-0").data.rows("client-0").train))
+    assert site.spent()[0] == 8 and sizes & {0, 1}
 
 
 def test_no_more_rounds_than_the_jobs_own_claim_covers(private_job, at_site):
@@ -245,6 +270,7 @@ def test_client_level_privacy_reserves_the_whole_job_once(tiny_job, at_site):
     settings = {"unit": "client", "noise_multiplier": 8.0, "delta": 1e-6}
     job = tiny_job(task__name=TASK, **{f"privacy__{key}": value for key, value in settings.items()})
     site = at_site(unit="client", epsilon=20.0)
+    admit(job)
     ask(job)
     _, once, _ = site.spent()
     for number in (2, 3, 3, 2):  # rounds and repeated rounds cost nothing more, as many as the claim covers
@@ -253,7 +279,7 @@ def test_client_level_privacy_reserves_the_whole_job_once(tiny_job, at_site):
     with pytest.raises(BudgetExceeded):
         ask(job, 3)
     assert Counted.looks == 0 and site.spent()[1] == once
-    ask(tiny_job(task__name=TASK, job__seed=1, **{f"privacy__{key}": value for key, value in settings.items()}))
+    admit(tiny_job(task__name=TASK, job__seed=1, **{f"privacy__{key}": value for key, value in settings.items()}))
     assert site.spent()[1] > once
 
 
@@ -264,6 +290,7 @@ def test_a_client_level_job_that_is_run_again_is_not_served_for_the_same_charge(
         task__name=TASK, job__rounds=40, local__steps=1, **{f"privacy__{key}": value for key, value in settings.items()}
     )
     site = at_site(unit="client", epsilon=20.0)
+    admit(job)
     for number in (3, 17, 38):
         ask(job, number)
     _, once, _ = site.spent()
@@ -279,7 +306,7 @@ def test_a_client_level_job_that_is_run_again_is_not_served_for_the_same_charge(
 
 def test_truncation_is_charged_at_the_epsilon_of_the_sites_budget(private_job, at_site):
     """The additive δ carries 1 + e^ε of the whole claim: that of the budget, not of this one job."""
-    rows = len(handler_for(private_job().canonical()).data.rows("client-1").train)
+    rows = len(handler_for(private_job().canonical(), "client-1").data.rows("client-1").train)
     tight = int(stats.binom.isf(1e-12, rows, 0.2))
     site = at_site(relation="zero-out", epsilon=8.0, delta=1e-5)
     job = private_job(job__rounds=3, privacy__max_batch=tight, privacy__noise_multiplier=4.0, privacy__epsilon=4.0)

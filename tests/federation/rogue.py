@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedplat import wire
 from fedplat.consortium.signed_job import SignedJob
-from fedplat.flower.tasks import SERVER_TASK, RunGrid, RuntimeApi, Task, TaskQueue
+from fedplat.flower.run_grid import RunGrid
+from fedplat.flower.tasks import SERVER_TASK, RuntimeApi, Task, TaskQueue
 from fedplat.job import Job
 from fedplat.tasks import load_task
 from fedplat.wire import Identity
@@ -49,8 +50,10 @@ class RogueServer:
 
     def refusal(self, site: str, content: RecordDict, kind: str = "train") -> str:
         reply = self.ask(site, content, kind)
-        assert reply.has_error(), "the site answered"
-        return str(reply.error.reason)
+        refused = wire.records(reply.content, ConfigRecord).get(wire.REFUSED)
+        assert refused is not None, "the site answered"
+        assert wire.SITE in reply.content, "a refusal carries the head of the site's ledger too"
+        return str(refused["reason"])
 
 
 @contextmanager

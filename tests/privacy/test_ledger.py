@@ -1,5 +1,7 @@
 """Laws of the ledger: spent adds up, never shrinks, never exceeds; what is refused leaves no trace."""
 
+import fcntl
+import os
 import time
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedplat.errors import JobError, UsageError
-from privacy import ledger_store
+from privacy import ledger_creation, ledger_store
 from privacy.accounting import epsilon, rdp_curve
 from privacy.events import dp_sgd, gaussian
 from privacy.ledger import Budget, BudgetExceeded, Charge, Ledger, Refusal, ReleaseIdentity, Reservation, Terms
@@ -326,6 +328,36 @@ def test_a_budget_without_room_is_refused(ledger):
 def test_insecure_noise_is_written_down(ledger):
     ledger.reserve(charge(insecure_noise=True))
     assert ledger.balance(ACCOUNT).insecure_releases == 1
+
+
+def test_a_dry_run_says_what_a_reservation_would_and_writes_nothing(tmp_path):
+    with new_ledger(tmp_path / "ledger.sqlite") as ledger:
+        while (refused := ledger.refusal(charge(ledger.balance(ACCOUNT).releases, noise=2.0))) is None:
+            before = ledger.head()
+            assert ledger.refusal(charge(noise=2.0), cap=ledger.balance(ACCOUNT).releases + 1) is None
+            assert ledger.head() == before
+            ledger.reserve(charge(ledger.balance(ACCOUNT).releases, noise=2.0))
+        head, done = ledger.head(), ledger.balance(ACCOUNT).releases
+        with pytest.raises(BudgetExceeded) as spent:
+            ledger.reserve(charge(done, noise=2.0))
+        assert str(spent.value) == str(refused) and ledger.head() == head and done > 1
+        assert "releases (train) of the 1" in str(ledger.refusal(charge(done, noise=50.0), cap=1))
+        whole = charge(0, noise=50.0, purpose="job")
+        assert ledger.refusal(whole) is None and ledger.whole_job(whole) is None
+        reserved = ledger.reserve(whole)
+        assert ledger.whole_job(whole) == reserved
+        with pytest.raises(UsageError, match="the two don't add up"):
+            ledger.refusal(charge(0, relation="replace-one"))
+
+
+def test_who_makes_a_ledger_does_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_creation, "LOCK_S", 0.2)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(UsageError, match="another process has held its lock"):
+        Ledger.create(tmp_path / "ledger.sqlite", "hospital")
+    os.close(held)
+    Ledger.create(tmp_path / "ledger.sqlite", "hospital").close()
 
 
 # --- what a crash left open ---------------------------------------------------------------------

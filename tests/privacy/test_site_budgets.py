@@ -49,12 +49,11 @@ def test_the_template_is_a_site(tmp_path):
 
 
 def test_what_the_template_leaves_commented_is_valid_too(tmp_path):
-    settings = [line.removeprefix("# ") for line in TEMPLATE.splitlines() if line.startswith("# ") and " = " in line]
-    settings = settings[: next(i for i, line in enumerate(settings) if line.startswith("signers"))]  # [policy] follows
-    section = next(i for i, line in enumerate(settings) if line.startswith("dir"))
-    text = TEMPLATE.format(name="clinic").replace("\n\n[datasets", "\n" + "\n".join(settings[:section]) + "\n[datasets")
-    text = text.replace("\n[policy]", "\n".join(settings[section:]) + "\n[policy]")
-    data = load_site(write(tmp_path, text)).datasets["digits"]
+    lines = TEMPLATE.format(name="clinic").splitlines()
+    settings = [line.removeprefix("# ") if line.startswith("# ") and " = " in line else line for line in lines]
+    site = load_site(write(tmp_path, "\n".join(settings)))
+    data = site.datasets["digits"]
+    assert site.policy.signers == ("alice",) and not site.policy.require_secure_aggregation
     assert (data.dir, data.order, data.period_days, data.allow_non_private) == ("data", 6.0, 365.0, True)
     plain = load_site(write(tmp_path, TEMPLATE.format(name="clinic"))).datasets["digits"]
     assert (plain.dir, plain.allow_non_private) == (None, False)
@@ -159,7 +158,8 @@ def test_what_is_missing_is_named(asked, message, tmp_path):
 BAD = {
     "no site": ("", "site: field required"),
     "unknown key": (SITE.replace("unit =", "unti ="), "unknown key 'datasets.patients.unti'"),
-    "unknown section": (SITE + "[polity]\n", "unknown key 'polity'"),
+    "unknown section": (SITE + "[rules]\n", "unknown key 'rules'"),
+    "unknown rule": (SITE + "[policy]\nmin_cohrot = 2\n", "unknown key 'policy.min_cohrot'"),
     "epsilon 0": (SITE.replace("epsilon = 8.0", "epsilon = 0.0"), "datasets.digits.epsilon must be > 0"),
     "epsilon missing": (SITE.replace("epsilon = 8.0", ""), "datasets.digits.epsilon: field required"),
     "delta 1": (SITE.replace("1e-6", "1.0"), "datasets.digits.delta must be < 1"),
@@ -206,3 +206,19 @@ def test_the_environment_names_the_site(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDPLAT_SITE", str(tmp_path / "none.toml"))
     with pytest.raises(UsageError, match="fedplat budget --init --site"):
         site_from_environment()
+
+
+def test_another_unit_is_no_second_budget_for_a_dataset(tmp_path):
+    path = write(tmp_path)
+    create_site_ledger(load_site(path))
+    by_client = SITE.replace("epsilon = 8.0", 'unit = "client"\nepsilon = 8.0')
+    open_site_ledger(load_site(path)).close()
+    path.write_text(by_client)  # nothing was spent: the site may think again
+    with open_site_ledger(load_site(path)) as ledger:
+        ledger.reserve(charge(account="digits/client"))
+    path.write_text(SITE)
+    with pytest.raises(UsageError, match=r"'digits' has spent under the unit 'client'.* Put unit = 'client' back"):
+        open_site_ledger(load_site(path))
+    path.write_text(by_client)
+    with open_site_ledger(load_site(path)) as ledger:
+        assert ledger.balance("digits/client").releases == 1 and ledger.balance(ACCOUNT).releases == 0

@@ -193,6 +193,7 @@ def test_a_far_away_update_moves_the_model_no_further_than_the_clip_norm(private
         privacy__sampling="none",
         privacy__clip_norm=0.5,
         privacy__noise_multiplier=1e-9,
+        privacy__insecure_noise=True,
         job__rounds=1,
     )
     start = GlobalModel(job, load_task(job)).initial

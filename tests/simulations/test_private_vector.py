@@ -1,11 +1,14 @@
 """Private clients in stacks do the mathematics of single ones: step for step under insecure noise."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from client_app.handler import handler_for
+from client_app.weighted_sums import SUM_MARGIN
 from fedplat.events import ClientFailed, read_events
 from fedplat.federation import client_name
 from fedplat.job import Job
@@ -15,7 +18,7 @@ from fedplat.task import Examples, Split
 from fedplat.tasks.digits import Digits
 from fedplat.wire import Identity
 from simulations.private_job import with_privacy_pinned
-from simulations.private_vector import PrivateStackTrainer
+from simulations.private_vector import PrivateStackTrainer, StackBatch
 from simulations.vector import ClientPlan
 from simulations.vector_engine import why_not_vectorised
 
@@ -223,3 +226,115 @@ def test_a_stack_whose_gradients_would_not_fit_goes_one_by_one(private_job, monk
     assert "per-example gradients of a stack" in (why_not_vectorised(large, handler_for(large.canonical())) or "")
     plain = private_job()  # an MLP never forms them
     assert why_not_vectorised(plain, handler_for(plain.canonical())) is None
+
+
+class Seeded(Digits):
+    """Remembers which seeds its augmentation was given."""
+
+    seen: ClassVar[list[int]] = []
+
+    def augment(self, inputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        type(self).seen.append(generator.initial_seed())
+        return inputs
+
+
+@pytest.mark.parametrize("engine", ["serial", "vector"])
+@pytest.mark.parametrize("insecure", [False, True])
+def test_private_augmentation_is_drawn_from_a_secret(engine, insecure, private_job, simulated, monkeypatch):
+    """From the public seed a server could tell whose place in the batch has changed."""
+    monkeypatch.setattr(Seeded, "seen", [])
+    seeds = []
+    for name in ("first", "second"):
+        Seeded.seen.clear()
+        simulated(
+            private_job(
+                task__name=f"{__name__}:Seeded", simulation__engine=engine, job__rounds=1, cohort__fraction=1.0,
+                privacy__insecure_noise=insecure, privacy__sample_rate=0.5, privacy__epsilon=None,
+            ), name,
+        )  # fmt: skip
+        probing = {torch.Generator().manual_seed(draw).initial_seed() for draw in range(8)}
+        seeds.append(set(Seeded.seen) - probing)
+    assert len(seeds[0]) == len(seeds[1]) == 6
+    public = {torch_stream(0, "train", client_name(i), 1).initial_seed() for i in range(6)}
+    assert (seeds[0] == seeds[1] == public) if insecure else not (seeds[0] & seeds[1] | seeds[0] & public)
+
+
+class Exact(Digits):
+    """A linear loss: an example's gradient is its input times its target, whoever else is in the batch."""
+
+    stacked = True
+
+    def model(self) -> nn.Module:
+        layers = nn.Sequential(nn.Linear(64, 1))
+        return layers if type(self).stacked else nn.Sequential(layers, nn.Identity())
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs[:, 0] * (targets + 1)
+
+
+class ExactByExample(Exact):
+    stacked = False
+
+
+@pytest.mark.parametrize("task", ["Exact", "ExactByExample"])
+@pytest.mark.parametrize(("count", "error"), [(1400, 1e-6), (301, SUM_MARGIN), (300, SUM_MARGIN), (20, SUM_MARGIN)])
+def test_one_example_more_moves_a_stacks_sum_by_itself_and_nothing_else(task, count, error, private_job):
+    """In fp32 the rounding of a large sum moves too; up to 300 summands it is proven to be covered."""
+    job = private_job(task__name=f"{__name__}:{task}", task__args={})
+    handler = handler_for(job.canonical())
+    trainer = PrivateStackTrainer(job, handler.plan, handler.task, handler.model, handler.data.examples)
+    stack = {name: p.detach().unsqueeze(0) for name, p in handler.model.named_parameters()}
+
+    def total(rows: torch.Tensor) -> torch.Tensor:
+        flat = torch.zeros(1, 65, dtype=torch.float64)
+        batch = StackBatch(rows, np.array([0]), np.array([len(rows)]))
+        trainer._clipped_sums(stack, [], batch, torch.tensor([1.0]), flat)
+        return flat
+
+    rows = torch.arange(count)
+    for row in (0, count // 2, count - 1):
+        change = total(rows) - total(rows[rows != row])
+        assert float((change - total(rows[[row]])).norm()) <= error
+        assert float(change.norm()) <= 1 + error
+
+
+class Duck:
+    """A task that derives from nothing and augments nothing."""
+
+    def __init__(self, data_dir, hidden: int = 8) -> None:
+        self._digits = Digits(data_dir, hidden)
+
+    def model(self) -> nn.Module:
+        return self._digits.model()
+
+    def data(self, split: Split) -> Examples:
+        return self._digits.data(split)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self._digits.loss(outputs, targets)
+
+    def metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self._digits.metrics(outputs, targets)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_task_without_augmentation_runs_in_a_stack(private, private_job, tiny_job, simulated):
+    make = private_job if private else tiny_job
+    run = simulated(make(task__name=f"{__name__}:Duck", simulation__engine="vector", job__rounds=1))
+    assert not [event for event in read_events(run.events_file) if isinstance(event, ClientFailed)]
+
+
+def test_a_stacks_sums_are_float64_until_the_noise_is_in_them(private_job):
+    """A sum that is rounded to fp32 before the noise moves by more than one example's share when one is added."""
+    job = private_job()
+    handler = handler_for(job.canonical())
+    seen = []
+
+    class Watched(PrivateStackTrainer):
+        def _add_noise(self, flat, randomness, clip_norms, gradients):
+            seen.append((flat.dtype, gradients.dtype))
+            super()._add_noise(flat, randomness, clip_norms, gradients)
+
+    trainer = Watched(job, handler.plan, handler.task, handler.model, handler.data.examples)
+    trainer.train(plans_of(job, handler), handler.randomness(identities(job)), 0.5)
+    assert set(seen) == {(torch.float64, torch.float32)}
