@@ -135,7 +135,14 @@ def test_without_rules_of_its_own_a_site_serves_what_they_forbade(name, site_wit
 
 
 def test_every_rule_of_the_file_is_in_the_table_or_judged_elsewhere():
-    elsewhere = {"max_evaluations", "require_secure_aggregation", "max_seconds", "show_budget", "witnesses"}
+    elsewhere = {
+        "max_evaluations",
+        "require_secure_aggregation",
+        "max_seconds",
+        "max_steps",
+        "show_budget",
+        "witnesses",
+    }
     assert set(PolicySection.model_fields) == {case.rule for case in BROKEN.values()} - {"sites"} | elsewhere
 
 

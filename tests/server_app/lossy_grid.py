@@ -54,10 +54,11 @@ class LossyGrid(Grid):
     error_code: int = NODE_UNAVAILABLE
     sent: list[Sent] = field(default_factory=list)
     activated: dict[str, str] = field(default_factory=dict)
-    away: set[str] = field(default_factory=set)
     keys: dict[str, bytes] = field(default_factory=dict)
-    """Public keys of the nodes, as Flower stores them."""
+    away: set[str] = field(default_factory=set)
     pulls: int = 0
+    one_at_a_time: bool = True
+    """As our Grid to a SuperLink does; Flower's own hands over all that is there."""
     _ready: dict[str, Message] = field(default_factory=dict)
     _not_before: dict[str, int] = field(default_factory=dict)
     _again: dict[str, Message] = field(default_factory=dict)
@@ -115,14 +116,18 @@ class LossyGrid(Grid):
         self.pulls += 1
         self._collect()
         fates = {one.message_id: one.fate for one in self.sent}
-        found = []
+        found: list[Message] = []
+        single = False
         for message_id in message_ids:
+            if single:
+                break
             if message_id not in self._ready or self.pulls < self._not_before.get(message_id, 0):
                 continue
             reply = self._ready.pop(message_id)
             if fates[message_id] == "reply lost":
                 continue
             found.append(reply)
+            single = self.one_at_a_time
             if fates[message_id] == "twice" and message_id not in self._again:
                 self._again[message_id] = self._ready[message_id] = reply
         return found
