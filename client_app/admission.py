@@ -26,6 +26,7 @@ from fedplat.privacy_section import PrivacySection
 from fedplat.wire import Identity
 from privacy import plan_of
 from privacy.site_budgets import account_for, dataset_for, site_from_environment
+from privacy.site_policy import PolicyRefusal
 
 if TYPE_CHECKING:
     from privacy.site_budgets import Site
@@ -174,9 +175,8 @@ def _require_few_steps(site: "Site", job: Job) -> None:
     rate = job.privacy.sample_rate if job.privacy is not None else None
     steps = job.local.steps or (math.ceil((job.local.epochs or 1) / rate) if rate else 0)
     if steps > site.policy.max_steps:
-        raise UsageError(
-            f"policy.max_steps: a round has {steps} local steps, site '{site.name}' allows {site.policy.max_steps}"
-        )
+        most = site.policy.max_steps
+        raise PolicyRefusal("max_steps", f"a round has {steps} local steps, site '{site.name}' allows {most}")
 
 
 @contextmanager

@@ -9,13 +9,12 @@ which the same request goes on, for the same price.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -23,9 +22,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from client_app.admission import admitted, sole_owner
 from client_app.audit_log import AuditLog
 from client_app.handler import Handler, handler_for
-from client_app.policy import PolicyRefusal, own_client, require_allowed, require_hours, require_strength
+from client_app.policy import own_client, require_allowed, require_hours, require_strength
 from client_app.replies import ReplyStore
-from client_app.requests import most_objects, read_request
+from client_app.requests import EXTRA_BYTES, most_bytes, most_objects, read_request
 from client_app.site_lock import lock_ledger
 from client_app.site_memory import SiteMemory
 from client_app.spending import admit_job, spending
@@ -35,12 +34,13 @@ from fedplat.consortium.identity import SigningKey
 from fedplat.consortium.roster_file import RosterFile
 from fedplat.consortium.signed_job import SignedJob
 from fedplat.errors import FedplatError, UsageError
-from fedplat.flower import error_reply
+from fedplat.files import exclusive
 from fedplat.flower.tasks import CLIENT_TASK, Assignment, ClientTask, MessageLost, RuntimeApi, TaskLost, TaskQueue
 from fedplat.job import Job
 from fedplat.wire import Identity
 from privacy import plan_of
 from privacy.site_budgets import ENVIRONMENT, load_site
+from privacy.site_policy import PolicyRefusal
 
 if TYPE_CHECKING:
     from fedplat.consortium.kit_files import SiteKit
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 POLL_S = 0.05
 CONSIDER, ADMIT = "query.consider", "query.admit"
+MOST_TRIES = 2
 FEW_OBJECTS = 64
 """Parts that a message without arrays has at most."""
 
@@ -60,7 +61,7 @@ class Agent:
         os.environ[ENVIRONMENT] = str(kit.site_file)  # the door and the ledger of this process
         self._state = kit.state_folder
         self._state.mkdir(mode=0o700, exist_ok=True)
-        self._locks = _lock(self._state / "agent.lock"), lock_ledger(self._site)
+        self._locks = exclusive(self._state / "agent.lock", "another agent serves this site"), lock_ledger(self._site)
         self._roster = RosterFile(kit.roster, kit.authority)
         self._audit = AuditLog(self._state / "audit.jsonl")
         self._replies = ReplyStore(self._state / "replies")
@@ -106,9 +107,14 @@ class Agent:
         assignment = Assignment.load(self._task_file)
         if assignment is None:
             return
+        assignment = replace(assignment, tries=assignment.tries + 1)
+        assignment.save(self._task_file)
         with ClientTask(self._api, assignment.token) as task:
-            task.go_on(assignment)
-            self._serve(task, assignment)
+            if task.is_ours():
+                task.go_on(assignment)
+                self._serve(task, assignment)
+            else:
+                self._task_file.unlink(missing_ok=True)
 
     def _serve(self, task: ClientTask, assignment: Assignment) -> None:
         try:
@@ -122,32 +128,35 @@ class Agent:
         message = assignment.empty_message()
         kind = message.metadata.message_type
         try:
+            if assignment.tries > MOST_TRIES:
+                raise UsageError("this request has ended the site's agent before: it is not tried again")
             job = self._allowed_job(assignment)
             if kind == ADMIT:
-                message = task.pull_message(assignment, FEW_OBJECTS)
+                message = task.pull_message(assignment, FEW_OBJECTS, EXTRA_BYTES)
                 content = self._admit(message, job)
             else:
                 handler = self._handler(job)
-                message = task.pull_message(assignment, most_objects(handler.expected()))
+                expected = handler.expected()
+                message = task.pull_message(assignment, most_objects(expected), most_bytes(expected))
                 content = self._respond(message, handler)
         except (NotYet, MessageLost) as reason:
             return Message(self._with_statement(_again(str(reason))), reply_to=message)
         except FedplatError as error:
             self._audit.note("refused", str(error)[:500], {"kind": kind})
             task.await_message(assignment)
-            return error_reply(message, str(error))
+            content = _refused(str(error))
         except Exception:
             logger.exception("request failed")
             self._audit.note("failed", "an error that is in the site's own log", {"kind": kind})
             task.await_message(assignment)
-            return error_reply(message, "the site could not serve this request: the reason is in its own log")
+            content = _refused("the site could not serve this request: the reason is in its own log")
         return Message(self._with_statement(content), reply_to=message)
 
     def _allowed_job(self, assignment: Assignment) -> Job:
         """The job that the run carries, if an operator signed it and the site's rules allow it."""
         signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
-        job = signed.verified(self._roster.current)
-        require_allowed(self._site, signed, job)
+        job = signed.verified(self._roster.refresh())
+        require_allowed(self._site, signed, job, known=self._replies.knows(job.digest))
         return job
 
     def _admit(self, message: Message, job: Job) -> RecordDict:
@@ -234,27 +243,25 @@ class Agent:
             return
         if self._roster.offer(str(record.get("roster", ""))):
             self._audit.note("roster", f"version {self._roster.current.version}")
+            raise NotYet("a newer roster: this request is judged by it when it comes again")
         told = record.get("statements", [])
         for alarm in self._statements.hear(told if isinstance(told, list) else [], self._roster.current):
             self._audit.note("alarm", alarm)
 
     def _with_statement(self, content: RecordDict) -> RecordDict:
-        content[wire.SITE] = ConfigRecord({"statement": self._statements.make(self._audit.head)})
+        try:
+            content[wire.SITE] = ConfigRecord({"statement": self._statements.make(self._audit.head)})
+        except FedplatError as error:  # a ledger that can't be read: the refusal says so, and still leaves
+            logger.error("%s", error)
         return content
+
+
+def _refused(reason: str) -> RecordDict:
+    return RecordDict({wire.REFUSED: ConfigRecord({"reason": reason})})
 
 
 def _again(reason: str) -> RecordDict:
     return RecordDict({wire.AGAIN: ConfigRecord({"reason": reason})})
-
-
-def _lock(path: Path) -> int:
-    """One agent per site: two would pay for two releases with one reservation."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UsageError(f"{path.parent}: another agent serves this site") from None
-    return descriptor
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from client_app.admission import require_door
 from fedplat.consortium.signed_job import SignedJob
-from fedplat.errors import UsageError
 from fedplat.federation import client_name
 from fedplat.job import Job
 from privacy.site_budgets import dataset_for
+from privacy.site_policy import PolicyRefusal
 
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
@@ -23,14 +23,6 @@ CLOCK_SKEW_S = 300.0
 DAY_S = 86_400.0
 
 
-class PolicyRefusal(UsageError):
-    """What a site's own rule forbids."""
-
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(f"policy.{rule}: {message}")
-        self.rule = rule
-
-
 def own_client(job: Job, site: str) -> str:
     """The client name that this site has in a job."""
     if site not in job.cohort.sites:
@@ -38,8 +30,13 @@ def own_client(job: Job, site: str) -> str:
     return client_name(job.cohort.sites.index(site))
 
 
-def require_allowed(site: "Site", signed: SignedJob, job: Job, now: float | None = None) -> None:
-    """Refuse a job that the site's file forbids, before its task, data or model are touched."""
+def require_allowed(
+    site: "Site", signed: SignedJob, job: Job, now: float | None = None, *, known: bool = False
+) -> None:
+    """Refuse a job that the site's file forbids, before its task, data or model are touched.
+
+    `known`: this site serves it already, so that it may finish however long ago it was signed.
+    """
     now = time.time() if now is None else now
     policy = site.policy
     own_client(job, site.name)
@@ -47,7 +44,7 @@ def require_allowed(site: "Site", signed: SignedJob, job: Job, now: float | None
         raise PolicyRefusal("signers", f"this site serves {', '.join(policy.signers)}, not {signed.operator}")
     if signed.signed_at > now + CLOCK_SKEW_S:
         raise PolicyRefusal("max_job_age_days", "the job was signed in this site's future. Check both clocks")
-    if now - signed.signed_at > policy.max_job_age_days * DAY_S:
+    if not known and now - signed.signed_at > policy.max_job_age_days * DAY_S:
         raise PolicyRefusal("max_job_age_days", f"signed more than {policy.max_job_age_days:g} days ago. Sign it again")
     if policy.max_rounds is not None and job.job.rounds > policy.max_rounds:
         raise PolicyRefusal("max_rounds", f"the job has {job.job.rounds} rounds, this site allows {policy.max_rounds}")

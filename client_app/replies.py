@@ -90,6 +90,9 @@ class ReplyStore:
         query = "SELECT count(*) FROM requests WHERE job = ? AND kind = ?"
         return int(self._database.execute(query, (job, kind)).fetchone()[0])
 
+    def knows(self, job: str) -> bool:
+        return self._database.execute("SELECT 1 FROM requests WHERE job = ? LIMIT 1", (job,)).fetchone() is not None
+
     def _read(self, identity: Identity, kind: Kind) -> RecordDict:
         path = self._path(identity, kind)
         try:

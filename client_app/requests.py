@@ -17,6 +17,8 @@ from fedplat.wire import Identity
 
 Expected = Mapping[str, tuple[str, tuple[int, ...]]]
 LAST_ATTEMPT = 2
+EXTRA_BYTES = 16 << 20
+"""What a request may have beyond its arrays: mostly what other sites say."""
 CHUNK_BYTES = 5 << 20
 """Flower cuts arrays into objects of this size."""
 
@@ -27,6 +29,12 @@ def most_objects(expected: Expected) -> int:
     return 64 + sum(2 + size // CHUNK_BYTES + 1 for size in sizes)
 
 
+def most_bytes(expected: Expected) -> int:
+    """Bytes that such a message can have."""
+    sizes = (int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for dtype, shape in expected.values())
+    return EXTRA_BYTES + sum(2 * size for size in sizes)
+
+
 def read_request(message: Message, job: Job, client: str, expected: Expected) -> tuple[Identity, str]:
     """The request's identity and digest, if it asks for nothing but what its job says."""
     content = message.content
@@ -34,6 +42,7 @@ def read_request(message: Message, job: Job, client: str, expected: Expected) ->
     if extra or wire.records(content, MetricRecord):
         raise UsageError(f"the request brings '{extra[0] if extra else 'metrics'}', which no request has")
     asked = _identity(content, job)
+    _require_planned(asked, message.metadata.message_type, job)
     if message.metadata.message_type == "evaluate":  # nobody needs control variates to measure a model
         expected = {name: array for name, array in expected.items() if not name.startswith(wire.CONTROL)}
     _require_arrays(content, expected)
@@ -67,6 +76,15 @@ def _identity(content: RecordDict, job: Job) -> Identity:
         if isinstance(value, bool) or value != known[key]:  # True == 1
             raise UsageError(f"the request says {key} = {value!r:.50}, its job says {known[key]!r:.50}")
     return identity
+
+
+def _require_planned(identity: Identity, kind: str, job: Job) -> None:
+    """Refuse what an honest server would not ask for in this job."""
+    if identity.attempt > 1 and (kind != "train" or job.cohort.on_failure != "retry"):
+        raise UsageError(f"attempt {identity.attempt}: this job repeats no requests (cohort.on_failure)")
+    last = identity.round == job.job.rounds
+    if kind == "evaluate" and (job.evaluation.clients == 0 or not (last or identity.round % job.evaluation.every == 0)):
+        raise UsageError(f"round {identity.round}: this job has no evaluation at clients then")
 
 
 def _require_arrays(content: RecordDict, expected: Expected) -> None:

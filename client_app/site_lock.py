@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fedplat.locks import hold
+from fedplat.files import exclusive
 
 if TYPE_CHECKING:
     from privacy.site_budgets import Site
@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 def lock_ledger(site: "Site") -> int:
     """Hold the site's ledger until this process ends. Two copies of a kit may name one ledger, so the lock is there."""
     ledger = site.ledger.resolve()
-    return hold(ledger.with_name(f"{ledger.name}.agent"), f"another agent uses the ledger {ledger.name}")
+    return exclusive(ledger.with_name(f"{ledger.name}.agent"), f"another agent uses the ledger {ledger.name}")

@@ -4,10 +4,13 @@ The order is the point: write to a hidden name, fsync the file, rename, fsync th
 a new one: a link that somebody has put in its place is replaced, not followed.
 """
 
+import fcntl
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+
+from fedplat.errors import UsageError
 
 
 def sync_directory(path: Path) -> None:
@@ -51,3 +54,17 @@ def _write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def exclusive(path: Path, otherwise: str) -> int:
+    """Take a lock for as long as this process lives; its descriptor must be kept."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise UsageError(f"{path.parent}: {otherwise}") from None
+    return descriptor

@@ -31,6 +31,8 @@ PEERS = "peers"
 """In a request to a real site: the newest statement of every other site."""
 AGAIN = "again"
 """In a real site's reply: it can't answer yet, and why; the same request may be sent again."""
+REFUSED = "refused"
+"""In a real site's reply: why it refuses. A content like any other, so that it can carry the site's statement."""
 NPY_HEADER_BYTES = 10_000
 """No .npy header is longer."""
 JOB_KEY = "job"

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt
 
+from fedplat.errors import UsageError
 from fedplat.job_sections import Section
 
 HOURS = r"^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$"
@@ -28,6 +29,14 @@ POLICY_TEMPLATE = """\
 # show_budget = false             # tell the server what is left of each budget
 # witnesses = 0                   # other sites that must have confirmed this site's ledger since the agent started
 """
+
+
+class PolicyRefusal(UsageError):
+    """What a site's own rule forbids."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"policy.{rule}: {message}")
+        self.rule = rule
 
 
 def _whole_day(value: str) -> str:

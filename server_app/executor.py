@@ -6,6 +6,7 @@ SuperLink has given the run up meanwhile (a minute without a heartbeat), it star
 Sites know a round by the job's identity, not by Flower's run, so they answer again with what they had computed.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -15,22 +16,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cryptography.hazmat.primitives import serialization
 from flwr.app import Message, RecordDict
 
 from fedplat.consortium.roster_file import RosterFile
 from fedplat.consortium.signed_job import SignedJob
-from fedplat.errors import FedplatError, JobError, UsageError
-from fedplat.files import write_file
-from fedplat.flower import empty_run
+from fedplat.errors import FedplatError, UsageError
+from fedplat.files import exclusive, write_file
+from fedplat.flower import empty_run, node_key
 from fedplat.flower.control import ACTION_KEY, Control
 from fedplat.flower.run_grid import RunGrid
 from fedplat.flower.tasks import SERVER_TASK, RunStopped, RuntimeApi, Task, TaskLost, TaskQueue
 from fedplat.job import Job
-from fedplat.rundir import RunDirectory, new_run_path
+from fedplat.rundir import RunDirectory, list_runs, new_run_path
 from fedplat.wire import JOB_KEY
 from server_app.exchange import Exchange
-from server_app.run import resume_run, start_run
+from server_app.run import is_finished, resume_run, start_run
 from server_app.run_log import RunLog
 from server_app.site_grid import SiteGrid, StatementStore
 
@@ -39,10 +39,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 CONSIDER, RESUME = "consider", "resume:"
+ACTIVE = ("pending", "starting", "running")
 CONSIDER_DEADLINE_S = 60.0
 POLL_S = 0.2
-ROSTER_EVERY_S = 10.0
-RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$")
+LOOK_EVERY_S = 5.0
+LOST = "No heartbeat received"
+"""How Flower explains that it gave a run up."""
+RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}\Z")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Executor:
 
     def __init__(self, kit: "ServerKit") -> None:
         self._kit = kit
+        self._lock = exclusive(kit.data_folder / "executor.lock", "another executor serves this server")
         self._roster = RosterFile(kit.roster, kit.authority)
         self._statements = StatementStore(kit.data_folder / "statements.json", self._roster)
         self._api = RuntimeApi(kit.superlink_address, kit.ca.read_bytes(), kit.superexec_secret.read_bytes())
@@ -93,8 +97,9 @@ class Executor:
                 self._take(token)
                 continue
             time.sleep(POLL_S)
-            if time.monotonic() - looked > ROSTER_EVERY_S:
+            if time.monotonic() - looked > LOOK_EVERY_S:
                 self._register_sites()
+                self._recover_lost()
                 looked = time.monotonic()
 
     # --- sites ----------------------------------------------------------------------------------
@@ -104,7 +109,7 @@ class Executor:
         roster = self._roster.refresh()
         if roster.version == self._registered:
             return
-        wanted = {_pem(entry.node): name for name, entry in roster.sites.items()}
+        wanted = {node_key(entry.node): name for name, entry in roster.sites.items()}
         known = {node.public_key: node for node in self._control.nodes() if node.status != "unregistered"}
         for key, node in known.items():
             if wanted.get(key) != node.name:
@@ -139,36 +144,61 @@ class Executor:
         current = Current.load(self._file)
         if current is None:
             return
-        found = self._control.runs(current.run_id)
-        status = found[0].status if found else "gone"
-        if status in ("pending", "starting", "running"):
+        if self._status(current) in ACTIVE:
             with Task(self._api, current.token, "flwr-serverapp") as task:
                 task.resume(current.task_id, current.run_id, current.node_id)
                 self._serve(task, current)
         else:
-            self._after_loss(current, status)
+            self._after_loss(current)
+
+    def _status(self, current: Current) -> str:
+        found = self._control.runs(current.run_id)
+        return found[0].status if found else "gone"
 
     def _serve(self, task: Task, current: Current) -> None:
+        current.save(self._file)
         try:
             self._drive(task, current)
         except RunStopped:
-            found = self._control.runs(current.run_id)
-            self._after_loss(Current.load(self._file) or current, found[0].status if found else "gone")
-            return
+            self._after_loss(Current.load(self._file) or current)
         except FedplatError as error:
             logger.warning("run %d: %s", current.run_id, error)
             self._log(task, current, f"error: {error}")
+            self._file.unlink(missing_ok=True)  # first: a run that failed for a reason must not go on by itself
             task.finish(str(error))
         else:
             task.finish()
+            self._file.unlink(missing_ok=True)
+
+    def _after_loss(self, current: Current) -> None:
+        """Flower has ended the run. Unless a person did, or it was over, it goes on in a new one."""
+        status = self._status(current)
+        if status not in ("finished:stopped", "finished:completed"):
+            action = f"{RESUME}{current.directory}" if current.directory else current.action
+            known = (run for run in self._control.runs() if run.run_id != current.run_id)
+            if not any(run.action == action and run.job == current.job and run.status in ACTIVE for run in known):
+                logger.info("run %d was lost (%s): going on in a new one", current.run_id, status)
+                self._control.start_run(current.job, action)
         self._file.unlink(missing_ok=True)
 
-    def _after_loss(self, current: Current, status: str) -> None:
-        """Flower has ended the run. Unless a person did, it goes on in a new one."""
-        self._file.unlink(missing_ok=True)
-        if current.directory and status in ("gone", "finished:failed"):
-            logger.info("run %d was lost (%s): going on in a new one", current.run_id, status)
-            self._control.start_run(current.job, f"{RESUME}{current.directory}")
+    def _recover_lost(self) -> None:
+        """Runs that Flower gave up while nobody knew of them: this process was killed before it had noted them."""
+        runs = self._control.runs()
+        for number, run in enumerate(runs):
+            given_up = run.status == "finished:failed" and LOST in run.details
+            if given_up and not any(later.job == run.job for later in runs[number + 1 :]):
+                directory = self._unfinished(run.job)
+                logger.info("run %d was lost before it was noted: going on in a new one", run.run_id)
+                self._control.start_run(run.job, f"{RESUME}{directory}" if directory else run.action)
+
+    def _unfinished(self, signed: str) -> str:
+        """The newest run directory of a job that is not finished, if there is one."""
+        with contextlib.suppress(FedplatError):
+            digest = Job.from_canonical(SignedJob.parse(signed).job).digest
+            for run in reversed(list_runs(self._kit.runs_folder)):
+                if run.job().digest == digest:
+                    return "" if is_finished(run) else run.id
+        return ""
 
     def _drive(self, task: Task, current: Current) -> None:
         signed = SignedJob.parse(current.job)
@@ -179,6 +209,8 @@ class Executor:
             self._consider(task, current, grid, job)
             return
         directory, exists = self._directory(current, job)
+        if exists and is_finished(directory):
+            return  # killed between the run's end and its report
         Current(**asdict(current) | {"directory": directory.id}).save(self._file)
         with RunLog(task, current.run_id) as log:
             log.line(f"run {directory.id}")
@@ -234,12 +266,3 @@ def require_drivable(job: Job, strategies: tuple[str, ...], known_sites: list[st
         raise UsageError(f"cohort.sites: no site '{unknown[0]}' in the roster. It has {', '.join(known_sites)}")
     if job.server.checkpoint_every != 1:
         raise UsageError("server.checkpoint_every must be 1 on a federation: sites answer for each round once")
-
-
-def _pem(ssh: str) -> bytes:
-    """A node's public key as Flower stores it."""
-    try:
-        key = serialization.load_ssh_public_key(ssh.encode())
-    except ValueError as error:
-        raise JobError(f"a node key in the roster can't be read: {error}") from None
-    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)

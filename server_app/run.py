@@ -38,6 +38,10 @@ def resume_run(
         _drive(run.job(), grid, run, listeners, where, resume=True)
 
 
+def is_finished(run: RunDirectory) -> bool:
+    return run.events_file.exists() and any(isinstance(event, RunFinished) for event in read_events(run.events_file))
+
+
 def require_resumable(run: RunDirectory, where: Where = "simulation") -> None:
     """Refuse a finished run, or one that ran elsewhere, in words, before anything is loaded."""
     events = read_events(run.events_file) if run.events_file.exists() else []

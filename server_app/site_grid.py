@@ -25,7 +25,7 @@ from fedplat import wire
 from fedplat.consortium.roster_file import RosterFile
 from fedplat.federation import client_name
 from fedplat.files import write_file
-from fedplat.flower import CLIENT_RAISED, now_answers
+from fedplat.flower import CLIENT_RAISED, node_key, now_answers, unusable_reply
 from fedplat.job import Job
 from privacy.ledger_heads import Statement, parse_statement
 
@@ -45,16 +45,21 @@ class StatementStore:
             for text in json.loads(path.read_text(encoding="utf-8")):
                 self._hear(text)
 
-    def take(self, content: RecordDict) -> None:
-        """Take a reply's statement off it."""
+    def take(self, content: RecordDict, site: str) -> None:
+        """Take a reply's statement off it. A site speaks for itself only."""
         record = content.pop(wire.SITE, None)
-        if isinstance(record, ConfigRecord) and self._hear(str(record.get("statement", ""))):
+        try:
+            news = isinstance(record, ConfigRecord) and self._hear(str(record.get("statement", "")), site)
+        except Exception as error:  # whatever it is that a site says there, its update is judged by itself
+            logger.warning("site %s: its statement can't be read: %s", site, type(error).__name__)
+            return
+        if news:
             stored = [statement.model_dump_json() for statement in self.newest.values()]
             write_file(self._path, json.dumps(stored).encode(), mode=0o600)
 
-    def _hear(self, text: str) -> bool:
+    def _hear(self, text: str, site: str | None = None) -> bool:
         statement = parse_statement(text)
-        if statement is None or not statement.is_genuine(self.roster.current):
+        if statement is None or site not in (None, statement.site) or not statement.is_genuine(self.roster.current):
             return False
         known = self.newest.get(statement.site)
         if known is not None and known.time >= statement.time:
@@ -94,8 +99,11 @@ class SiteGrid(Grid):
         self._grid, self._statements = grid, statements
         self._names = {site: client_name(number) for number, site in enumerate(job.cohort.sites)}
         self._asked: dict[str, _Asked] = {}
+        self._keys = {name: node_key(entry.node) for name, entry in statements.roster.current.sites.items()}
         self._nodes: dict[int, NodeInfo] = {}
+        self._seen: dict[int, float] = {}
         self._nodes_at = 0.0
+        self._patience_s = job.cohort.deadline_s
 
     # --- Flower's Grid --------------------------------------------------------------------------
 
@@ -115,9 +123,18 @@ class SiteGrid(Grid):
         return [node.node_id for node in self.get_nodes()]
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        """The job's sites that are connected, under their client names."""
-        self._nodes = {node.node_id: node for node in self._grid.get_nodes() if node.name in self._names}
-        self._nodes_at = time.monotonic()
+        """The job's sites under their client names: those that are connected, or were within a round's deadline.
+
+        A site that is away for a moment is asked all the same, until the deadline. Names are the SuperLink's; whose
+        node it is, its key says.
+        """
+        self._nodes_at = now = time.monotonic()
+        for node in self._grid.get_nodes():
+            if node.name in self._names and node.public_key == self._keys.get(node.name):
+                self._nodes[node.node_id], self._seen[node.node_id] = node, now
+        lost = [node for node, seen in self._seen.items() if now - seen > self._patience_s]
+        for node_id in lost:
+            del self._seen[node_id], self._nodes[node_id]
         named = []
         for node in self._nodes.values():
             copy = NodeInfo()
@@ -143,10 +160,11 @@ class SiteGrid(Grid):
         answers = []
         for reply in self._grid.pull_messages(list(sent)):
             asked = sent[reply.metadata.reply_to_message_id]
-            if self._is_answer(reply):
+            answer = self._answer(asked, reply)
+            if answer is not None:
                 self._asked.pop(asked.first, None)
-                now_answers(reply, asked.first)
-                answers.append(reply)
+                now_answers(answer, asked.first)
+                answers.append(answer)
             else:
                 asked.ids.remove(reply.metadata.reply_to_message_id)
                 asked.again_at = min(asked.again_at, time.monotonic() + SOON_S)
@@ -215,16 +233,19 @@ class SiteGrid(Grid):
             logger.info("asking %d sites again", len(due))
             self._send(due)
 
-    def _is_answer(self, reply: Message) -> bool:
-        """A reply from the site itself; what Flower makes up for a lost message is no answer."""
+    def _answer(self, asked: _Asked, reply: Message) -> Message | None:
+        """What the site itself says, or None: what Flower makes up for a lost message is no answer."""
         if reply.has_error():
             if reply.error.code == CLIENT_RAISED:
-                return True
+                return reply
             logger.info("Flower: %s", reply.error.reason)
-            return False
-        self._statements.take(reply.content)
-        again = reply.content.get(wire.AGAIN)
+            return None
+        node = self._nodes.get(asked.request.metadata.dst_node_id)
+        self._statements.take(reply.content, node.name if node is not None else "")
+        again, refused = reply.content.get(wire.AGAIN), reply.content.get(wire.REFUSED)
         if isinstance(again, ConfigRecord):
             logger.info("a site asks to be asked again: %s", again.get("reason"))
-            return False
-        return True
+            return None
+        if isinstance(refused, ConfigRecord):
+            return unusable_reply(asked.first, str(refused.get("reason", "")))
+        return reply

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from fedplat.cli.terminal import terminate_like_interrupt
-from fedplat.locks import hold
+from fedplat.files import exclusive
 from fedplat.supervisor import Supervisor
 
 _held: list[int] = []
@@ -26,7 +26,9 @@ def set_up_service_logging(verbose: bool) -> None:
 def lock_start(state: Path) -> None:
     """One supervisor per kit, held until this process ends: a second one would write over the first one's files."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _held.append(hold(state / "start.lock", "this kit is started already, by another process. Stop that one first"))
+    _held.append(
+        exclusive(state / "start.lock", "this kit is started already, by another process. Stop that one first")
+    )
 
 
 def supervise(supervisor: Supervisor, while_true: Callable[[], bool] = lambda: True) -> None:

@@ -1,5 +1,6 @@
 """Watching a run from afar: its events come as lines of its log, and look as they do in a simulation."""
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fedplat.errors import JobError
+from fedplat.errors import JobError, UsageError
 from fedplat.events import EVENT, Checkpointed, ClientFailed, Evaluated, Event, RoundFinished, RunFailed, RunFinished
 from fedplat.job import Job
 
@@ -26,23 +27,31 @@ def lines_of(control: "Control", run_id: int, follow: bool) -> Iterator[str]:
     """Complete lines of a run's log; with `follow` until the run ends, over broken connections too."""
     after, rest, lost_at = 0.0, "", None
     while True:
-        (run,) = control.runs(run_id)
-        active = run.status in RUNNING
+        run: RunStatus | None = None
         try:
+            run = _the_run(control, run_id)
             if run.status not in ("pending", "starting"):
                 for text, read_until in control.logs(run_id, after):
-                    after, lost_at, rest = read_until, None, rest + text
+                    after, rest = read_until, rest + text
                     *whole, rest = rest.split("\n")
                     yield from whole
-                    if not follow and active:
+                    if not follow and run.status in RUNNING:
                         return
+            lost_at = None
         except JobError:
             lost_at = lost_at or time.monotonic()
-            if time.monotonic() - lost_at > PATIENCE_S:
+            if (run is None and not follow) or time.monotonic() - lost_at > PATIENCE_S:
                 raise
-        if not active or not follow:
+        if not follow or (lost_at is None and run is not None and run.status not in RUNNING):
             return
         time.sleep(ASK_AGAIN_S)
+
+
+def _the_run(control: "Control", run_id: int) -> "RunStatus":
+    found = control.runs(run_id)
+    if not found:
+        raise UsageError(f"the server knows no run {run_id}. List them with: fedplat status")
+    return found[0]
 
 
 def event_of(line: str) -> Event | None:
@@ -71,7 +80,7 @@ def follow_run(control: "Control", run_id: int, job: Job, console: "Console") ->
                     failure = line.removeprefix("error: ")
                 elif line.startswith("run "):
                     directory = line.removeprefix("run ").strip()
-            (run,) = control.runs(current)
+            run = _the_run(control, current)
             lost = run.status == "finished:failed" and not failure and not isinstance(last, RunFinished)
             current = _continuation(control, directory, current) if lost and directory else None
     if isinstance(last, RunFinished):
@@ -84,11 +93,13 @@ def _continuation(control: "Control", directory: str, before: int) -> int | None
     """The Flower run in which the server goes on with a run directory after it lost the one before."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        known = [run.run_id for run in control.runs()]
-        later = {run.run_id for run in control.runs() if run.action == f"resume:{directory}"}
-        for run_id in reversed(known[known.index(before) + 1 :]):
-            if run_id in later:
-                return run_id
+        with contextlib.suppress(JobError):  # it may still be away
+            runs = control.runs()
+            known = [run.run_id for run in runs]
+            later = runs[known.index(before) + 1 :] if before in known else runs
+            for run in reversed(later):
+                if run.action == f"resume:{directory}":
+                    return run.run_id
         time.sleep(ASK_AGAIN_S)
     return None
 
@@ -104,9 +115,8 @@ def _sentence(event: Event) -> str:
     match event:
         case RoundFinished():
             text = f"round {event.round}: {event.accepted} updates in {event.seconds:.1f} s"
-            text += f", {event.failed} failed, {event.late} late, {event.refused} refused" * (
-                event.failed + event.late > 0
-            )
+            missing = event.failed + event.late + event.refused
+            text += f", {event.failed} failed, {event.late} late, {event.refused} refused" * (missing > 0)
         case Evaluated():
             text = f"round {event.round}: " + ", ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
         case ClientFailed():
@@ -154,6 +164,12 @@ def progress_of(control: "Control", run: "RunStatus") -> dict[str, Any]:
 
 def considered(control: "Control", run_id: int) -> dict[str, str]:
     """The sites' answers to a dry run."""
+    deadline = time.monotonic() + PATIENCE_S
+    while _the_run(control, run_id).status in ("pending", "starting"):
+        if time.monotonic() > deadline:
+            control.stop_run(run_id)
+            raise JobError("the server is busy with another run and did not get to ask the sites. Try again later")
+        time.sleep(ASK_AGAIN_S)
     for line in lines_of(control, run_id, follow=True):
         if line.startswith('{"considered"'):
             return dict(json.loads(line)["considered"])

@@ -5,10 +5,13 @@ Here: naming the task a process runs (needed before any `Message` can be made), 
 """
 
 import logging
+import time
 import uuid
 from importlib.metadata import version
 
+from cryptography.hazmat.primitives import serialization
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.app.message import make_message
 from flwr.app.metadata import Metadata
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -81,6 +84,31 @@ def new_context(run_id: int, node_id: int, node_config: Config, run_config: Conf
     return Context(run_id=run_id, node_id=node_id, node_config=node_config, state=RecordDict(), run_config=run_config)
 
 
+def unusable_reply(message_id: str, reason: str) -> Message:
+    """In place of a reply that can't be read: the site's own fault, so it counts as its answer."""
+    metadata = Metadata(
+        run_id=TaskIdentity.run_id or 0,
+        message_id="",
+        src_node_id=SERVER_NODE_ID,
+        dst_node_id=SERVER_NODE_ID,
+        message_type="system",
+        group_id="",
+        ttl=0,
+        reply_to_message_id=message_id,
+        created_at=time.time(),
+    )
+    return make_message(metadata=metadata, error=Error(code=CLIENT_RAISED, reason=reason))
+
+
 def now_answers(reply: Message, message_id: str) -> None:
     """Let a reply answer the first of several messages with one request."""
     reply.metadata.__dict__["_reply_to_message_id"] = message_id
+
+
+def node_key(ssh: str) -> bytes:
+    """A node's public key as Flower stores it, from its OpenSSH form."""
+    try:
+        key = serialization.load_ssh_public_key(ssh.encode())
+    except ValueError as error:
+        raise UsageError(f"a node key in the roster can't be read: {error}") from None
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)

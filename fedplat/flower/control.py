@@ -131,7 +131,12 @@ class Control:
         """All runs, oldest first, or one."""
         with self._in_words():
             request = ListRunsRequest() if run_id is None else ListRunsRequest(run_id=run_id)
-            response = self._client.ListRuns(request)
+            try:
+                response = self._client.ListRuns(request)
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != httpx.codes.NOT_FOUND:
+                    raise
+                return []
         found = []
         for run in sorted(response.run_dict.values(), key=lambda run: str(run.pending_at)):
             status = f"{run.status.status}:{run.status.sub_status}" if run.status.sub_status else run.status.status

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import httpx
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
@@ -15,10 +15,14 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run
 from flwr.superlink.grid import HttpGrid
 
-from fedplat.flower import require_checked_version
-from fedplat.flower.tasks import GONE, RunStopped, RuntimeApi, fetch, patient_invoker
+from fedplat.flower import require_checked_version, unusable_reply
+from fedplat.flower.tasks import GONE, RunStopped, RuntimeApi, TooLarge, fetch, patient_invoker
+from fedplat.wire import payload_bytes, records
 
 FORGET_S = 900.0
+EXTRA_BYTES = 4 << 20
+"""What a reply may have beyond its arrays: metrics, and what the site says of its ledger."""
+CHUNK_BYTES, MOST_PARTS = 5 << 20, 4096
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class RunGrid(HttpGrid):
         super().__init__(api.address, insecure=False, root_certificates=api.root_certificates, token=token)
         self._retry_invoker = patient_invoker()
         self._arriving: dict[str, _Arriving] = {}
+        self._largest = 0
+        """Bytes of the largest request of this run."""
         self.set_run(run)
 
     def get_nodes(self) -> Iterable[NodeInfo]:
@@ -44,8 +50,10 @@ class RunGrid(HttpGrid):
             return super().get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        requests = list(messages)
+        self._largest = max([self._largest, *(_weight(request) for request in requests)])
         with _while_running():
-            return super().push_messages(messages)
+            return super().push_messages(requests)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The first reply that is there as a whole, if any: a cohort of large models need not fit into memory.
@@ -60,7 +68,7 @@ class RunGrid(HttpGrid):
                 reply = self._arriving.get(asked)
                 if reply is not None and self._is_here(reply.tree.object_id):
                     del self._arriving[asked]
-                    return [self._take(reply.tree)]
+                    return [self._take(asked, reply.tree)]
         return []
 
     def _announced(self, wanted: list[str]) -> None:
@@ -78,16 +86,34 @@ class RunGrid(HttpGrid):
         request = PullObjectRequest(node=self.node, run_id=self.run.run_id, object_id=object_id)
         return bool(self._runtime_client.PullObject(request).object_available)
 
-    def _take(self, tree: ObjectTree) -> Message:
+    def _take(self, asked: str, tree: ObjectTree) -> Message:
+        """The reply, or an error in its place: whatever a node sends may cost it its place, never the run."""
         ids = list(dict.fromkeys(part.object_id for part in iterate_object_tree(tree)))
-        contents = fetch(self._runtime_client, ids, self.node, self.run.run_id)
-        self._runtime_client.ConfirmMessageReceived(
-            ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=tree.object_id)
-        )
-        message = inflate_object_from_contents(tree.object_id, contents)
-        assert isinstance(message, Message)
+        most = self._largest + self._largest // 4 + EXTRA_BYTES
+        try:
+            if len(ids) > 2 * (most // CHUNK_BYTES) + MOST_PARTS:
+                raise TooLarge(f"the reply has {len(ids)} parts")
+            contents = fetch(self._runtime_client, ids, self.node, self.run.run_id, most)
+            message = inflate_object_from_contents(tree.object_id, contents)
+            if not isinstance(message, Message) or message.metadata.reply_to_message_id != asked:
+                raise TypeError("not a reply to what was asked")
+        except httpx.HTTPError:
+            raise
+        except Exception as error:
+            return unusable_reply(asked, f"the reply can't be read: {type(error).__name__}: {error!s:.200}")
+        finally:
+            self._runtime_client.ConfirmMessageReceived(
+                ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=tree.object_id)
+            )
         message.metadata.__dict__["_message_id"] = tree.object_id
         return message
+
+
+def _weight(message: Message) -> int:
+    """Bytes of a request: a reply is about as large."""
+    configs = records(message.content, ConfigRecord).values()
+    values = (value for record in configs for value in record.values() if isinstance(value, bytes))
+    return payload_bytes(message.content) + sum(len(value) for value in values)
 
 
 @contextlib.contextmanager

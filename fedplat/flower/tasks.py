@@ -141,11 +141,25 @@ class TaskQueue:
         self._client.close()
 
 
-def fetch(client: RuntimeHttpClient, ids: list[str], node: Node, run_id: int) -> dict[str, bytes]:
+class TooLarge(FedplatError):
+    """A message is larger than what it could be about."""
+
+
+def fetch(client: RuntimeHttpClient, ids: list[str], node: Node, run_id: int, most_bytes: int) -> dict[str, bytes]:
     """The parts of a message. One that is not there yet is asked for again soon: Flower's default is after a second."""
+    pull, room, lock = make_pull_object_fn_protobuf(client.PullObject, node, run_id), [most_bytes], threading.Lock()
+
+    def counted(object_id: str) -> bytes:
+        content = pull(object_id)
+        with lock:
+            room[0] -= len(content)
+        if room[0] < 0:
+            raise TooLarge(f"the message has more than the {most_bytes} bytes that it could have: not fetched")
+        return content
+
     return pull_objects(
         ids,
-        make_pull_object_fn_protobuf(client.PullObject, node, run_id),
+        counted,
         max_time=PATIENCE_S,
         max_tries_per_object=None,
         initial_backoff=0.02,
@@ -231,6 +245,8 @@ class Assignment:
     tree: str
     """The message's object tree, base64."""
     run_config: dict[str, bool | float | int | str]
+    tries: int = 1
+    """How often it was begun: one that ends the process again and again is given up."""
 
     def save(self, path: Path) -> None:
         write_file(path, json.dumps(self.__dict__).encode(), mode=0o600)
@@ -284,14 +300,23 @@ class ClientTask(Task):
         """Be the task of an assignment that was pulled before."""
         self.resume(assignment.task_id, assignment.run_id, assignment.node_id)
 
-    def pull_message(self, assignment: Assignment, most_objects: int) -> Message:
+    def is_ours(self) -> bool:
+        """Does whoever gave us this task still know it?"""
+        try:
+            return bool(self.client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success)
+        except httpx.HTTPStatusError:
+            return False
+
+    def pull_message(self, assignment: Assignment, most_objects: int, most_bytes: int) -> Message:
         """The message with its content. It stays with the SuperNode until it is answered."""
         ids = assignment.object_ids()
         if len(ids) > most_objects:
             raise FedplatError(f"the message has {len(ids)} parts, more than the job's model can have: not fetched")
         node = Node(node_id=assignment.node_id)
         try:
-            contents = fetch(self.client, ids, node, assignment.run_id)
+            contents = fetch(self.client, ids, node, assignment.run_id, most_bytes)
+        except TooLarge:
+            raise
         except Exception as error:  # whatever Flower raises here, the message is not to be had
             raise MessageLost(f"the message can't be fetched: {type(error).__name__}: {error}") from None
         message = inflate_object_from_contents(assignment.message_id, contents)

@@ -17,7 +17,13 @@ from client_app.audit_log import START, AuditLog, read_audit
 from fedplat.errors import JobError
 
 LAWS = settings(max_examples=150, deadline=None)
-DECISIONS = [("started", ""), ("admitted", "round 1"), ("refused", 'policy.hours: "no"'), ("released", "é\nü"), ("stopped", "")]  # fmt: skip
+DECISIONS = [
+    ("started", ""),
+    ("admitted", "round 1"),
+    ("refused", 'policy.hours: "no"'),
+    ("released", "é\nü"),
+    ("stopped", ""),
+]
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ HONEST = """
 signers = ["olga"]
 min_cohort = 2
 max_rounds = 10
+max_steps = 50
 max_evaluations = 5
 max_epsilon_per_job = 3.0
 min_noise_multiplier = 0.5
@@ -105,6 +106,7 @@ BROKEN = {
     "a cohort of one": Case("min_cohort", "may be over 1 sites", {"cohort__size": 1, "cohort__min_replies": 1}),
     "noise too weak": Case("min_noise_multiplier", "wants 0.5", PRIVATE | {"privacy__noise_multiplier": 0.4}),
     "epsilon too large": Case("max_epsilon_per_job", "allows 3", PRIVATE | {"privacy__sample_rate": 1.0}),
+    "too many steps": Case("max_steps", "has 60 local steps", PRIVATE | {"local__steps": 60}),
     "by day": Case("hours", "works from 20:00-06:00", {}, when=NOON),
 }
 
@@ -133,7 +135,14 @@ def test_without_rules_of_its_own_a_site_serves_what_they_forbade(name, site_wit
 
 
 def test_every_rule_of_the_file_is_in_the_table_or_judged_elsewhere():
-    elsewhere = {"max_evaluations", "require_secure_aggregation", "max_seconds", "show_budget", "witnesses"}
+    elsewhere = {
+        "max_evaluations",
+        "require_secure_aggregation",
+        "max_seconds",
+        "max_steps",
+        "show_budget",
+        "witnesses",
+    }
     assert set(PolicySection.model_fields) == {case.rule for case in BROKEN.values()} - {"sites"} | elsewhere
 
 

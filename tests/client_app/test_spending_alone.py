@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from client_app.spending import Purpose, spending
+from client_app.charges import Purpose
+from client_app.spending import admit_job, spending
 from fedplat.errors import JobError
 from fedplat.job import Job
 from fedplat.wire import Identity
@@ -169,6 +170,7 @@ def test_a_whole_job_is_paid_for_once_and_its_rounds_counted_once(site, tmp_path
     job = tiny_job(privacy__unit="client", privacy__noise_multiplier=8.0, privacy__delta=1e-6)
     plan = plan_of(job)
     assert plan is not None
+    admit_job(job, who(job))
     for _ in range(2):
         die_while_computing((job, plan), who(job), tmp_path)
     serve((job, plan), who(job))

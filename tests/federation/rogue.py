@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedplat import wire
 from fedplat.consortium.signed_job import SignedJob
@@ -50,8 +50,10 @@ class RogueServer:
 
     def refusal(self, site: str, content: RecordDict, kind: str = "train") -> str:
         reply = self.ask(site, content, kind)
-        assert reply.has_error(), "the site answered"
-        return str(reply.error.reason)
+        refused = wire.records(reply.content, ConfigRecord).get(wire.REFUSED)
+        assert refused is not None, "the site answered"
+        assert wire.SITE in reply.content, "a refusal carries the head of the site's ledger too"
+        return str(refused["reason"])
 
 
 @contextmanager

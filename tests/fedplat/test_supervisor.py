@@ -227,7 +227,7 @@ def test_environment_folder_and_log_are_the_programs_own(running, program, tmp_p
 
 
 def test_an_unknown_user_is_named_with_what_to_do(program):
-    with pytest.raises(UsageError, match="no user 'nobody-here' on this machine.*useradd --system nobody-here"):
+    with pytest.raises(UsageError, match=r"no user 'nobody-here' on this machine.*useradd --system nobody-here"):
         account_of("nobody-here")
     supervisor = Supervisor([program("one", user="nobody-here")])
     with pytest.raises(UsageError, match="no user 'nobody-here'"):

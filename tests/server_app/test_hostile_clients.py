@@ -98,6 +98,30 @@ def test_a_claim_of_many_examples_does_not_push_the_others_out(tiny_job, tmp_pat
     assert [(f.client, f.kind) for f in events_of(run, ClientFailed)] == [("client-0", "refused")]
 
 
+def in_fortran_order(message: Message, context: Context, reply: Message) -> Message:
+    arrays = reply.content[wire.ARRAYS]
+    for name in list(arrays):
+        arrays[name] = Array(np.asfortranarray(arrays[name].numpy()))
+    return reply
+
+
+@pytest.mark.parametrize("strategy", ["FedAvg", "FedMedian", "Krum"])
+def test_the_memory_order_of_an_update_is_nobodys_business(strategy, tiny_job, tmp_path):
+    """A checkpoint of an array in Fortran order would come back scrambled."""
+    job = tiny_job(
+        cohort__fraction=1.0, job__rounds=2, server__strategy=strategy, server__args=ARGUMENTS.get(strategy, {})
+    )
+    for name in ("plain", "fortran"):
+        (tmp_path / name).mkdir()
+    plain = run_with(job, tmp_path / "plain", client_app())
+    fortran = run_with(job, tmp_path / "fortran", client_app(in_fortran_order))
+    written = [
+        {path.name: path.read_bytes() for path in sorted(run.checkpoints.rglob("model.safetensors"))}
+        for run in (plain, fortran)
+    ]
+    assert written[0] and written[0] == written[1]
+
+
 # --- strategies and models that used to break a run ------------------------------------------------
 
 
