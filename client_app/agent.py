@@ -25,6 +25,7 @@ from client_app.handler import Handler, handler_for
 from client_app.policy import own_client, require_allowed, require_hours, require_strength
 from client_app.replies import ReplyStore
 from client_app.requests import EXTRA_BYTES, most_bytes, most_objects, read_request
+from client_app.site_lock import lock_ledger
 from client_app.site_memory import SiteMemory
 from client_app.spending import admit_job, spending
 from client_app.statements import NotYet, Statements
@@ -60,7 +61,8 @@ class Agent:
         os.environ[ENVIRONMENT] = str(kit.site_file)  # the door and the ledger of this process
         self._state = kit.state_folder
         self._state.mkdir(mode=0o700, exist_ok=True)
-        self._lock = exclusive(self._state / "agent.lock", "another agent serves this site")
+        lock = exclusive(self._state / "agent.lock", "another agent serves this site")
+        self._locks = lock, lock_ledger(self._site)
         self._roster = RosterFile(kit.roster, kit.authority)
         self._audit = AuditLog(self._state / "audit.jsonl")
         self._replies = ReplyStore(self._state / "replies")
@@ -154,7 +156,7 @@ class Agent:
     def _allowed_job(self, assignment: Assignment) -> Job:
         """The job that the run carries, if an operator signed it and the site's rules allow it."""
         signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
-        job = signed.verified(self._roster.refresh())
+        job = signed.verified(self._roster.newest())
         require_allowed(self._site, signed, job, known=self._replies.knows(job.digest))
         return job
 

@@ -2,7 +2,8 @@
 
 Law: the same identity and the same request get the same reply, bit for bit, at no cost; the same identity with another
 request is refused. The record is on disk before anything is computed, the reply before anything is charged as
-released, so a crash at any moment leaves a state from which the same request goes on.
+released, so a crash at any moment leaves a state from which the same request goes on. Replies of a job that nobody has
+asked about for a month are deleted; that they were given is never forgotten.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Literal
 import safetensors.numpy
 from flwr.app import RecordDict
 
+from client_app.keeping import Keeping
 from fedplat.errors import UsageError
 from fedplat.files import write_directory
 from fedplat.records import decode_records, encode_records
@@ -42,12 +44,14 @@ class ReplyStore:
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=FULL")
         self._database.execute(_SCHEMA)
+        self._keeping = Keeping(folder, "[0-9a-f]" * 32)
 
     def close(self) -> None:
         self._database.close()
 
     def begin(self, identity: Identity, kind: Kind, digest: str) -> RecordDict | None:
         """Note the request; returns the reply if it was answered before."""
+        self._keeping.use(self._folder / identity.job[:32])
         key = (identity.job, identity.round, identity.attempt, kind)
         where = "job = ? AND round = ? AND attempt = ? AND kind = ?"
         found = self._database.execute(f"SELECT digest, answered FROM requests WHERE {where}", key).fetchone()

@@ -1,6 +1,7 @@
 """What a site keeps between the rounds of a job (personal layers, control variates), on its own disk.
 
-Flower keeps a client's state in the SuperNode's memory, where it is lost with the process and seen by it.
+Flower keeps a client's state in the SuperNode's memory, where it is lost with the process and seen by it. What no
+request has used for a month is deleted.
 """
 
 import json
@@ -9,6 +10,7 @@ from pathlib import Path
 import safetensors.numpy
 from flwr.app import RecordDict
 
+from client_app.keeping import Keeping
 from fedplat.errors import JobError
 from fedplat.files import write_file
 from fedplat.job import Job
@@ -23,9 +25,11 @@ class SiteMemory:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
+        self._keeping = Keeping(folder, "*.safetensors")
 
     def recall(self, job: Job) -> RecordDict:
         path = self._path(job)
+        self._keeping.use(path)
         if not job.uses_client_state or not path.exists():
             return RecordDict()
         try:

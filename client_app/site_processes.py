@@ -2,57 +2,79 @@
 
 The first two are transport. They get copies of exactly the keys they need in a directory of their own, and run as
 another user where the kit names one; the agent runs as the kit's owner and shares nothing with them but a secret.
+
+Root starts them for others, and trusts nothing that lies in their directories: what is read from the kit or written to
+it is read and written as its owner, and what root keeps for itself is in directories of its own.
 """
 
+import hashlib
 import os
-import pwd
-import shutil
 import sys
-import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedplat.accounts import account_of, acting_as, owner_of
 from fedplat.consortium.local_tls import LocalTls
 from fedplat.errors import UsageError
 from fedplat.files import write_file
 from fedplat.flower.environment import flower_command, quiet_environment
-from fedplat.supervisor import Program, account_of
+from fedplat.root_folders import give, log_folder, remove, run_folder
+from fedplat.supervisor import Program
 
 if TYPE_CHECKING:
     from fedplat.consortium.kit_files import SiteKit
 
 
-def site_programs(kit: "SiteKit") -> list[Program]:
+@dataclass(frozen=True)
+class SiteProcesses:
+    """What to start, and where the supervisor keeps its own files."""
+
+    programs: list[Program]
+    logs: Path
+    pids: Path
+    transport: Path
+    is_temporary: bool
+
+    def close(self) -> None:
+        """The copies of the keys are not left behind where they are not the kit's."""
+        if self.is_temporary:
+            remove(self.transport)
+
+
+def site_processes(kit: "SiteKit") -> SiteProcesses:
     """Prepare the transport's directory, and say what to start."""
-    state = kit.state_folder
-    state.mkdir(mode=0o700, exist_ok=True)
-    user = kit.supernode_user or None
-    if user is not None and os.geteuid() != 0:
-        raise UsageError(
-            f"supernode_user = '{user}': only root can start a process as another user. Start this as root, use the "
-            "kit's systemd units, or remove the key (`fedplat doctor` then says what that costs)"
-        )
-    transport = _transport_folder(kit, user)
-    local = LocalTls.create(transport)
-    write_file(kit.local_certificate, local.certificate.read_bytes())
-    secrets = {name: transport / name for name in (kit.key.name, kit.node_key.name, kit.superexec_secret.name)}
-    for name, copy in secrets.items():
-        write_file(copy, (kit.folder / name).read_bytes(), mode=0o600)
-    for path in (kit.certificate, kit.ca):
-        shutil.copy(path, transport / path.name)
-    _give(transport, user)
-    owner = _owner(kit.folder)
-    logs = state / "logs"
-    logs.mkdir(mode=0o700, exist_ok=True)
-    _give(state, owner)
-    return [
-        Program("link", [sys.executable, "-m", "fedplat", "site", "link", str(transport), "--server", kit.server,
-                         "--port", str(kit.link_port)], logs / "link.log", user=user),
+    owner, node = owner_of(kit.folder), _node_user(kit)
+    with acting_as(owner):
+        kit.state_folder.mkdir(mode=0o700, exist_ok=True)
+        files = _read((kit.key, kit.node_key, kit.superexec_secret, kit.certificate, kit.ca))
+    user = node or owner
+    transport, certificate = _transport(kit, user, files)
+    with acting_as(owner):
+        write_file(kit.local_certificate, certificate)
+    logs = log_folder(_name(kit)) if owner else kit.state_folder / "logs"
+    pids = (logs if owner else kit.state_folder) / "pids"
+    programs = [
+        Program("link", [sys.executable, "-P", "-m", "fedplat", "site", "link", str(transport), "--server", kit.server,
+                         "--port", str(kit.link_port)], logs / "link.log", user=user, folder=transport),
         Program("supernode", _supernode(kit, transport), logs / "supernode.log", quiet_environment(transport),
                 user=user, folder=transport),
-        Program("agent", [sys.executable, "-m", "fedplat", "site", "agent", str(kit.folder)], logs / "agent.log",
+        Program("agent", [sys.executable, "-P", "-m", "fedplat", "site", "agent", str(kit.folder)], logs / "agent.log",
                 user=owner),
     ]  # fmt: skip
+    return SiteProcesses(programs, logs, pids, transport, is_temporary=user is not None)
+
+
+def site_programs(kit: "SiteKit") -> list[Program]:
+    return site_processes(kit).programs
+
+
+def _read(paths: Sequence[Path]) -> dict[str, bytes]:
+    try:
+        return {path.name: path.read_bytes() for path in paths}
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}. It is a part of the kit") from None
 
 
 def _supernode(kit: "SiteKit", transport: Path) -> list[str]:
@@ -69,24 +91,34 @@ def _supernode(kit: "SiteKit", transport: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _transport_folder(kit: "SiteKit", user: str | None) -> Path:
-    """Beside the agent's state, or where another user can get at it: the kit itself is closed to others."""
+def _node_user(kit: "SiteKit") -> str | None:
+    user = kit.supernode_user or None
+    if user is not None and os.geteuid() != 0:
+        raise UsageError(
+            f"supernode_user = '{user}': only root can start a process as another user. Start this as root, use the "
+            "kit's systemd units, or remove the key (`fedplat doctor` then says what that costs)"
+        )
+    if user is not None and account_of(user).pw_uid == 0:
+        raise UsageError(f"supernode_user = '{user}': the SuperNode talks to the network and must not be root")
+    return user
+
+
+def _transport(kit: "SiteKit", user: str | None, files: Mapping[str, bytes]) -> tuple[Path, bytes]:
+    """Beside the agent's state; or, for another user, in a directory of root's: the kit itself is closed to others.
+    With the certificate that the SuperNode will show."""
+    if user is None:
+        folder = kit.state_folder / "transport"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    else:
+        folder = run_folder(_name(kit))
+    certificate = LocalTls.create(folder).certificate.read_bytes()
+    for name, content in files.items():
+        write_file(folder / name, content, mode=0o600)
     if user is not None:
-        return Path(tempfile.mkdtemp(prefix=f"fedplat-{kit.name}-"))
-    folder = kit.state_folder / "transport"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+        give(folder, user)
+    return folder, certificate
 
 
-def _owner(folder: Path) -> str | None:
-    """Whose kit this is, where root starts it for somebody else."""
-    uid = folder.stat().st_uid
-    return None if uid == os.geteuid() else pwd.getpwuid(uid).pw_name
-
-
-def _give(folder: Path, user: str | None) -> None:
-    """Let a folder and what is in it belong to a user."""
-    if user is not None:
-        account = account_of(user)
-        for path in (folder, *folder.iterdir()):
-            os.chown(path, account.pw_uid, account.pw_gid)
+def _name(kit: "SiteKit") -> str:
+    """One for each kit on this machine, also if two consortia call a site the same."""
+    return f"{kit.consortium}-{kit.name}-{hashlib.sha256(str(kit.folder).encode()).hexdigest()[:8]}"

@@ -1,5 +1,7 @@
 """What this site says of its ledger, and what it has heard of others': see `privacy.ledger_heads`."""
 
+import random
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,8 @@ from fedplat.consortium.roster import Roster
 from fedplat.errors import FedplatError, UsageError
 from fedplat.job import Job
 from privacy.ledger_heads import (
+    MOST_BUDGETS,
+    MOST_HEADS,
     STATEMENT,
     KnownHeads,
     SignedHead,
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
     from privacy.site_budgets import Site
 
 
+MOST_TOLD = 100
+"""Other sites that one statement speaks of, so that it stays small; of more sites it takes turns by chance."""
+
+
 class NotYet(FedplatError):
     """The site can't answer this request now, and may later."""
 
@@ -35,32 +43,65 @@ class Statements:
     def __init__(self, site: "Site", key: SigningKey, path: Path) -> None:
         self._site, self._key = site, key
         self._known = KnownHeads(path)
-        self._started = time.time()
+        self._nonce = secrets.token_hex(16)
+        """Of this start: whoever repeats it has heard of this site since."""
+        self._heard: dict[str, Statement] = {}
+        """The newest statement of each other site since this start."""
         self._witnesses: set[str] = set()
         self._check_own()
 
     def hear(self, told: Sequence[object], roster: Roster) -> list[str]:
         """Take in what others say; returns what is alarming. Raises if this site's own ledger is not the newest."""
-        alarms: list[str] = []
-        for text in told:
-            statement = parse_statement(str(text))
-            if statement is None or not statement.is_genuine(roster):
-                continue
-            alarms += self._known.hear(statement.heads, roster)
-            if statement.site != self._site.name and statement.time >= self._started:
-                self._witnesses.add(statement.site)
+        genuine = self._genuine(told, roster)
+        alarms = self._known.hear((head for statement in genuine for head in statement.heads), roster)
         self._check_own()
+        for statement in genuine:
+            if statement.site == self._site.name:
+                continue
+            before = self._heard.get(statement.site)
+            if before is None or before.time < statement.time:
+                self._heard[statement.site] = statement
+            if self._confirms(statement, roster):
+                self._witnesses.add(statement.site)
         return alarms
+
+    def _genuine(self, told: Sequence[object], roster: Roster) -> list[Statement]:
+        """One statement of each site at most: it costs no more to hear them than there are sites."""
+        found: dict[str, Statement] = {}
+        for text in told[:MOST_HEADS]:
+            statement = parse_statement(str(text))
+            if statement is None or statement.site in found:
+                continue
+            if statement == self._heard.get(statement.site) or statement.is_genuine(roster):
+                found[statement.site] = statement
+        return list(found.values())
+
+    def _confirms(self, statement: Statement, roster: Roster) -> bool:
+        """Did this site speak after it had heard of ours since our start, and does it know the same ledger?"""
+        if statement.heard.get(self._site.name) != self._nonce:
+            return False
+        head = statement.about(self._site.name)
+        if head is None:
+            return not self._site.ledger.exists()  # it has heard of a ledger if there is one to speak of
+        if not head.is_genuine(roster):
+            return False
+        with open_site_ledger(self._site) as ledger:
+            require_newest(ledger, head)
+        return True
 
     def require_witnesses(self, roster: Roster) -> None:
         """Wait until enough others have said, since this process started, what they know of this site's ledger."""
         wanted = min(self._site.policy.witnesses, len(roster.sites) - 1)
-        if len(self._witnesses) < wanted:
-            raise NotYet(f"policy.witnesses: {len(self._witnesses)} of {wanted} other sites have confirmed its ledger")
+        have = len(self._witnesses & set(roster.sites))
+        if have < wanted:
+            raise NotYet(f"policy.witnesses: {have} of {wanted} other sites have confirmed its ledger")
 
     def make(self, audit_head: str) -> str:
         """This site's statement now, signed."""
-        heads = {name: head for name, head in self._known.all().items() if name != self._site.name}
+        known = {name: head for name, head in self._known.all().items() if name != self._site.name}
+        others = sorted(known.keys() | self._heard.keys())
+        others = others if len(others) <= MOST_TOLD else random.sample(others, MOST_TOLD)
+        heads = {name: known[name] for name in others if name in known}
         own, budget = self._own()
         if own is not None:
             heads[self._site.name] = own
@@ -70,6 +111,8 @@ class Statements:
             heads=tuple(heads[name] for name in sorted(heads)),
             audit=audit_head,
             budget=budget,
+            nonce=self._nonce,
+            heard={name: self._heard[name].nonce for name in others if name in self._heard},
         )
         return unsigned.model_copy(update={"signature": self._key.sign(STATEMENT, unsigned.body())}).model_dump_json()
 
@@ -88,12 +131,14 @@ class Statements:
             budget = None
             if self._site.policy.show_budget:
                 left = {b.account: b.left_epsilon for b in site_balances(self._site, ledger)}
-                budget = {account: epsilon for account, epsilon in left.items() if epsilon is not None}
+                shown = {account: epsilon for account, epsilon in sorted(left.items()) if epsilon is not None}
+                budget = dict(list(shown.items())[:MOST_BUDGETS])
             return sign_head(self._key, self._site.name, ledger), budget
 
     def _check_own(self) -> None:
-        own = self._known.all().get(self._site.name)
-        if own is None:
+        own = self._known.of(self._site.name)
+        if not own:
             return
         with open_site_ledger(self._site) as ledger:
-            require_newest(ledger, own)
+            for head in own:
+                require_newest(ledger, head)

@@ -1,6 +1,7 @@
 """Durable files: written whole or not at all, whatever the moment of a crash.
 
-The order is the point: write to a hidden name, fsync the file, rename, fsync the directory.
+The order is the point: write to a hidden name, fsync the file, rename, fsync the directory. The hidden file is always
+a new one: a link that somebody has put in its place is replaced, not followed.
 """
 
 import fcntl
@@ -24,10 +25,8 @@ def write_file(path: Path, content: bytes, mode: int | None = None) -> None:
     """Replace one file atomically; `mode` holds from its first byte on."""
     partial = path.with_name(f".{path.name}.part")
     try:
-        if mode is not None:
-            partial.unlink(missing_ok=True)
-            os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
-        _write_synced(partial, content)
+        partial.unlink(missing_ok=True)
+        _write_synced(partial, content, 0o666 if mode is None else mode)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -49,8 +48,9 @@ def write_directory(path: Path, files: Mapping[str, bytes]) -> None:
     sync_directory(path.parent)
 
 
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+def _write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

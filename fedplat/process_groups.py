@@ -86,8 +86,9 @@ def kill_group(group: int) -> bool:
 
 
 def wait_until_gone(groups: Iterable[int]) -> None:
-    deadline = time.monotonic() + GONE_S
-    while not min([kill_group(group) for group in groups], default=True) and time.monotonic() < deadline:
+    """Kill groups, and wait until nothing of them is left."""
+    left, deadline = list(groups), time.monotonic() + GONE_S
+    while (left := [group for group in left if not kill_group(group)]) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 

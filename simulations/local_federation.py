@@ -143,7 +143,7 @@ class LocalFederation:
     def start(self, name: str) -> None:
         """Start the server's or a site's supervisor, which starts the rest."""
         kit = self.kits / ("server" if name == "server" else f"sites/{name}")
-        command = [sys.executable, "-m", "fedplat", "server" if name == "server" else "site", "start", str(kit)]
+        command = [sys.executable, "-P", "-m", "fedplat", "server" if name == "server" else "site", "start", str(kit)]
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedplat.cli.options import Json, Overrides, Quiet
-from fedplat.cli.terminal import console_for, loading
+from fedplat.cli.terminal import console_for, loading, plain
 from fedplat.errors import JobError, UsageError
 from fedplat.job import Job, load_job
 
@@ -58,7 +58,8 @@ def submit(
         if dry_run:
             accepted = _consider(control, run_id, console, json_output)
             raise typer.Exit(0 if accepted else 1)
-        console.print(f"run [bold]{run_id}[/] of {job.job.name} on {', '.join(job.cohort.sites)}", highlight=False)
+        where = ", ".join(job.cohort.sites)
+        console.print(f"run [bold]{run_id}[/] of {plain(job.job.name)} on {plain(where)}", highlight=False)
         if follow:
             from fedplat.cli.watch import follow_run
 
@@ -135,7 +136,7 @@ def resume_submitted(run: str, kit: Path, console: "Console", json_output: bool)
             raise UsageError(f"{found.run_id}: never began, so there is nothing to resume. Submit the job again")
         job = Job.from_canonical(SignedJob.parse(found.job).job)
         run_id = control.start_run(sign(job, operator), f"{RESUME}{directory}")
-    console.print(f"run [bold]{run_id}[/] goes on with {directory}", highlight=False)
+    console.print(f"run [bold]{run_id}[/] goes on with {plain(directory)}", highlight=False)
     if json_output:
         typer.echo(json.dumps({"run": str(run_id), "directory": directory}))
 
@@ -228,7 +229,7 @@ def _consider(control: "Control", run_id: int, console: "Console", json_output: 
 
     answers = considered(control, run_id)
     for site, answer in answers.items():
-        console.print(f"[bold]{site}[/]: {answer}", highlight=False)
+        console.print(f"[bold]{plain(site)}[/]: {plain(answer)}", highlight=False)
     if json_output:
         typer.echo(json.dumps({"considered": answers}))
     return all(answer == "accepts" for answer in answers.values())

@@ -22,14 +22,19 @@ def start(kit: Kit = Path(), verbose: Verbose = False) -> None:
 
     - `fedplat server start kits/server`
     """
-    from fedplat.cli.processes import set_up_service_logging, supervise
+    from fedplat.accounts import owner_of
+    from fedplat.cli.processes import lock_start, set_up_service_logging, supervise
     from fedplat.consortium.kit_files import ServerKit
+    from fedplat.errors import UsageError
     from fedplat.supervisor import Supervisor
     from server_app.server_processes import AccessWatch, server_programs
 
     set_up_service_logging(verbose)
+    if owner := owner_of(kit):
+        raise UsageError(f"{kit}: belongs to '{owner}', and a server needs no root. Start it as '{owner}'")
     loaded = ServerKit.load(kit)
     loaded.load_roster()
+    lock_start(loaded.data_folder)
     supervisor = Supervisor(server_programs(loaded), loaded.data_folder / "pids")
     typer.echo(f"server of {loaded.consortium} on {loaded.host}:{loaded.port}; logs in {loaded.data_folder / 'logs'}")
     supervise(supervisor, AccessWatch(loaded, supervisor))

@@ -17,25 +17,33 @@ def start(kit: Kit = Path(), verbose: Verbose = False) -> None:
     """Start link, SuperNode and agent of a site, and keep them running until Ctrl-C.
 
     The agent answers with the code that is installed here; nothing that anybody uploads is unpacked. What it decided
-    is in state/audit.jsonl (`fedplat site audit`), logs of each process in state/logs/.
+    is in state/audit.jsonl (`fedplat site audit`), logs of each process in state/logs/, or in
+    /var/log/fedplat/ where root starts it for another user.
 
     Examples:
 
     - `fedplat site start kits/sites/site-1`
     """
-    from client_app.site_processes import site_programs
-    from fedplat.cli.processes import set_up_service_logging, supervise
+    from client_app.site_processes import site_processes
+    from fedplat.accounts import acting_as, owner_of
+    from fedplat.cli.processes import lock_start, set_up_service_logging, supervise
     from fedplat.consortium.kit_files import SiteKit
     from fedplat.supervisor import Supervisor
     from privacy.site_budgets import load_site
 
     set_up_service_logging(verbose)
-    loaded = SiteKit.load(kit)
-    load_site(loaded.site_file)
-    loaded.load_roster()
-    supervisor = Supervisor(site_programs(loaded), loaded.state_folder / "pids")
-    typer.echo(f"site {loaded.name} of {loaded.consortium}; logs in {loaded.state_folder / 'logs'}")
-    supervise(supervisor)
+    with acting_as(owner_of(kit)):
+        loaded = SiteKit.load(kit)
+        load_site(loaded.site_file)
+        loaded.load_roster()
+        lock_start(loaded.state_folder)
+    processes = site_processes(loaded)
+    try:
+        supervisor = Supervisor(processes.programs, processes.pids)
+        typer.echo(f"site {loaded.name} of {loaded.consortium}; logs in {processes.logs}")
+        supervise(supervisor)
+    finally:
+        processes.close()
 
 
 def audit(kit: Kit = Path(), json_output: Json = False) -> None:

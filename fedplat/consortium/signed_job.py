@@ -1,8 +1,7 @@
 """A run carries a signed job, not code: canonical JSON of the job, and an operator's signature over it.
 
-Everything that decides what a site computes is inside the signature. `not_before` and `nonce` make two submissions of
-one job file two different jobs on paper only: identity stays the job's digest, so a replay earns nothing but the
-replies that were cached.
+Everything that decides what a site computes is inside the signature, and when it was signed. A job's identity is its
+digest alone, so the same job submitted again, or replayed by somebody, earns nothing but the replies that were cached.
 """
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -14,6 +13,8 @@ from fedplat.errors import UsageError
 from fedplat.job import Job
 
 PURPOSE = "job"
+LARGEST_JOB = 1 << 20
+"""Characters. Nobody's job is nearly as long."""
 
 
 class SignedJob(BaseModel):
@@ -37,8 +38,10 @@ class SignedJob(BaseModel):
     @classmethod
     def parse(cls, text: str) -> "SignedJob":
         try:
+            if len(text) > LARGEST_JOB:
+                raise ValueError("too long")
             return cls.model_validate(canonical.loads(text))
-        except (ValueError, ValidationError):
+        except (ValueError, ValidationError, RecursionError):
             raise UsageError("this run carries no signed job. Submit it with: fedplat submit job.toml") from None
 
     def text(self) -> str:

@@ -5,6 +5,8 @@ network, to a user that can't read the site's data, keys and ledger. `fedplat si
 as a root that may do that and nothing else. A server needs no root at all.
 """
 
+import json
+
 AGENT_USER, NODE_USER, SERVER_USER = "fedplat", "fedplat-node", "fedplat-server"
 IMAGE = "fedplat:latest"
 SERVER_POD = ", runAsNonRoot: true, fsGroup: 10000, fsGroupChangePolicy: OnRootMismatch"
@@ -35,6 +37,13 @@ UMask=0077
 Restart=always
 RestartSec=2
 """
+_COPY = (
+    "umask 077; version() { sed -n 's/^ *\"version\": *\\([0-9]*\\).*/\\1/p' $1 2>/dev/null | head -n 1; }; "
+    "for f in /secret/*; do n=$(basename $f); [ $n = site.toml ] && [ -e /kit/$n ] && continue; "
+    '[ $n = roster.json ] && [ "$(version /kit/$n)" ] && [ $(version /kit/$n) -gt $(version $f) ] && continue; '
+    "cp -L $f /kit/$n; done"
+)
+"""For a plain sh. A roster with a revocation must not be followed by the one before it."""
 _QUIET = """\
 Environment=FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
 """
@@ -74,6 +83,10 @@ Wants=network-online.target
 ExecStart=/usr/bin/env fedplat site start {kit}
 # Add the ledger's directory if it is elsewhere. Data under /home needs ProtectHome=read-only.
 ReadWritePaths={kit}
+RuntimeDirectory=fedplat/{consortium}-{name}
+RuntimeDirectoryMode=0711
+LogsDirectory=fedplat/{consortium}-{name}
+LogsDirectoryMode=0711
 {_QUIET}{_HARDENED.format(devices="no", capabilities=capabilities)}
 [Install]
 WantedBy=multi-user.target
@@ -134,12 +147,18 @@ spec:
       containers:
         - {_container("site", 0, SITE_CAPABILITIES)}
           command: [fedplat, site, start, /kit]
-          volumeMounts: [{{name: kit, mountPath: /kit}}, {{name: temporary, mountPath: /tmp}}]
+          volumeMounts:
+            - {{name: kit, mountPath: /kit}}
+            - {{name: temporary, mountPath: /tmp}}
+            - {{name: run, mountPath: /run/fedplat}}
+            - {{name: logs, mountPath: /var/log/fedplat}}
           # Mount the site's data here, read only, and name it in site.toml.
       volumes:
         - {{name: secret, secret: {{secretName: {app}-kit}}}}
         - {{name: kit, persistentVolumeClaim: {{claimName: {app}-state}}}}
         - {{name: temporary, emptyDir: {{}}}}
+        - {{name: run, emptyDir: {{medium: Memory}}}}
+        - {{name: logs, emptyDir: {{}}}}
 """
 
 
@@ -180,8 +199,7 @@ name: {name}
 
 def _copy_kit(then: str = "") -> str:
     """A secret is mounted read only: the kit is copied beside the state, private to its owner. All of it is renewed at
-    each start but site.toml, which is the site's own."""
-    copy = "[ $n = site.toml ] && [ -e /kit/$n ] || cp -L $f /kit/$n"
+    each start but site.toml, which is the site's own, and a roster that is newer than the secret's."""
     return f"""\
-          command: [sh, -c, "umask 077; for f in /secret/*; do n=$(basename $f); {copy}; done{then}"]
+          command: [sh, -c, {json.dumps(_COPY + then)}]
           volumeMounts: [{{name: secret, mountPath: /secret, readOnly: true}}, {{name: kit, mountPath: /kit}}]"""

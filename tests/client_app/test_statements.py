@@ -8,10 +8,11 @@ import pytest
 
 from client_app.statements import NotYet, Statements
 from fedplat.consortium.identity import SigningKey
+from fedplat.consortium.roster import SiteEntry
 from fedplat.errors import FedplatError, JobError, UsageError
 from fedplat.job import Job
 from privacy import plan_of
-from privacy.ledger_heads import STATEMENT, SignedHead, Statement, parse_statement
+from privacy.ledger_heads import HEAD, STATEMENT, SignedHead, Statement, parse_statement
 from privacy.site_budgets import Site, create_site_ledger, load_site, open_site_ledger
 from tests.privacy.ledgers import ACCOUNT, charge
 from tests.privacy.test_ledger_heads import KEYS, ROSTER, head, statement
@@ -161,21 +162,130 @@ def test_a_contradiction_is_an_alarm(parties):
 # --- witnesses --------------------------------------------------------------------------------------
 
 
+def meet(party: Party, other: Party) -> None:
+    """The other hears of a party, and the party hears what the other says to that."""
+    other.hear(party.say())
+    party.hear(other.say())
+
+
 def test_nothing_is_trained_before_enough_others_have_spoken_since_the_start(tmp_path):
     north, south, west = (Party(tmp_path, name, "witnesses = 2") for name in ("north", "south", "west"))
+    meet(north, south)
+    meet(north, west)
     old = [south.say(), west.say()]
     north.start()
     north.hear(*old)
     with pytest.raises(NotYet, match=r"policy\.witnesses: 0 of 2"):
         north.statements.require_witnesses(ROSTER)
-    north.hear(south.say(), south.say(), north.say(), statement("west", by="south", time=1e12).model_dump_json())
+    meet(north, south)
+    north.hear(south.say(), north.say(), statement("west", by="south").model_dump_json())
     with pytest.raises(NotYet, match=r"policy\.witnesses: 1 of 2"):
         north.statements.require_witnesses(ROSTER)
-    north.hear(west.say())
+    meet(north, west)
     north.statements.require_witnesses(ROSTER)
     north.start()  # a new start asks anew
     with pytest.raises(NotYet):
         north.statements.require_witnesses(ROSTER)
+
+
+def test_a_fresh_statement_of_a_site_that_has_not_heard_of_this_one_confirms_nothing(tmp_path):
+    """The server kept all that north ever said from south: south's word on north's ledger is worth nothing."""
+    north, south = Party(tmp_path, "north", "witnesses = 1"), Party(tmp_path, "south")
+    north.spend(1)
+    north.back_up()
+    north.spend(2)
+    north.restore()
+    north.start()
+    for _ in range(3):
+        north.hear(south.say())
+        with pytest.raises(NotYet, match="0 of 1"):
+            north.statements.require_witnesses(ROSTER)
+
+
+def test_a_witness_that_knows_more_is_no_witness_but_an_alarm(tmp_path):
+    north, south = Party(tmp_path, "north", "witnesses = 1"), Party(tmp_path, "south")
+    north.spend(1)
+    north.back_up()
+    north.spend(2)
+    south.hear(north.say())
+    north.restore()
+    north.start()
+    south.hear(north.say())
+    with pytest.raises(JobError, match="restored backup"):
+        north.hear(south.say())
+    with pytest.raises(NotYet):
+        north.statements.require_witnesses(ROSTER)
+
+
+def test_a_liar_that_has_heard_of_this_site_neither_confirms_nor_stops_it(tmp_path):
+    north = Party(tmp_path, "north", "witnesses = 1")
+    north.spend()
+    nonce = north.statements._nonce
+    for heads in ((), (head("north", 10**6, by="south"),)):
+        unsigned = Statement(site="south", time=time.time(), heads=heads, audit=AUDIT, heard={"north": nonce})
+        lie = unsigned.model_copy(update={"signature": KEYS["south"].sign(STATEMENT, unsigned.body())})
+        assert north.hear(lie.model_dump_json()) == []
+        with pytest.raises(NotYet, match="0 of 1"):
+            north.statements.require_witnesses(ROSTER)
+
+
+def test_a_site_without_a_ledger_is_confirmed_by_who_knows_of_none(tmp_path):
+    north, south = Party(tmp_path, "north", "witnesses = 1"), Party(tmp_path, "south")
+    for file in north.folder.glob("ledger*"):
+        file.unlink()
+    north.start()
+    meet(north, south)
+    north.statements.require_witnesses(ROSTER)
+
+
+def test_sites_that_all_wait_for_witnesses_do_not_wait_for_ever(tmp_path):
+    parties = [Party(tmp_path, name, "witnesses = 2") for name in ("north", "south", "west")]
+    for _ in range(3):  # a server that relays, while all of them answer that they can't yet
+        said = [party.say() for party in parties]
+        for party in parties:
+            party.hear(*said)
+    for party in parties:
+        party.statements.require_witnesses(ROSTER)
+
+
+def test_an_older_statement_does_not_take_back_what_was_heard(tmp_path):
+    north, south = Party(tmp_path, "north"), Party(tmp_path, "south")
+    old = north.say()
+    north.start()
+    south.hear(north.say())
+    south.hear(old)
+    told = parse_statement(south.say())
+    assert told is not None and told.heard == {"north": north.statements._nonce}
+
+
+def test_the_cost_of_hearing_is_bounded(parties, monkeypatch):
+    checked: list[str] = []
+    true = Statement.is_genuine
+    monkeypatch.setattr(Statement, "is_genuine", lambda self, roster: checked.append(self.site) or true(self, roster))
+    south = parties["south"].say()
+    parties["north"].hear(*[south] * 5000, *["x"] * 5000)
+    assert checked == ["south"]
+    parties["north"].hear(south)
+    assert checked == ["south"]  # the very same again
+    forged = [statement("west", time=float(n), by="south").model_dump_json() for n in range(400)]
+    parties["north"].hear(*forged)
+    assert len(checked) <= 257
+
+
+def test_a_statement_stays_small_among_many_sites(tmp_path):
+    keys = {f"{'s' * 58}{n:04d}": SigningKey.generate() for n in range(250)}
+    entries = {name: SiteEntry(identity=key.public, node="") for name, key in keys.items()}
+    roster = ROSTER.model_copy(update={"sites": ROSTER.sites | entries})
+    north = Party(tmp_path, "north")
+    for name, key in keys.items():
+        one = SignedHead(site=name, ledger="l" * 64, seq=2**62, hash="ab" * 32)
+        one = one.model_copy(update={"signature": key.sign(HEAD, one.body())})
+        told = Statement(site=name, time=1.0, heads=(one,), audit=AUDIT, nonce="ab" * 16)
+        told = told.model_copy(update={"signature": key.sign(STATEMENT, told.body())})
+        north.statements.hear([told.model_dump_json()], roster)
+    said = parse_statement(north.say())
+    assert said is not None and said.is_genuine(roster) and said.about("north") is not None
+    assert len(said.heads) == 101 and set(said.heard) == {one.site for one in said.heads} - {"north"}
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 99])
@@ -188,7 +298,7 @@ def test_no_more_witnesses_are_wanted_than_there_are_others(wanted, tmp_path):
                 north.statements.require_witnesses(ROSTER)
         else:
             north.statements.require_witnesses(ROSTER)
-        north.hear(other.say())
+        meet(north, other)
     north.statements.require_witnesses(ROSTER)
 
 

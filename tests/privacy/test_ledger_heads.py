@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time as clock
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,15 @@ def test_a_statement_is_its_speakers_own():
     told = statement("north", head("south", 3))
     assert told.is_genuine(ROSTER) and told.about("south") == head("south", 3) and told.about("west") is None
     assert not statement("north", by="south").is_genuine(ROSTER)
-    for change in ({"time": 2.0}, {"heads": ()}, {"audit": "11" * 32}, {"budget": {"digits": 1.0}}, {"site": "south"}):
+    for change in (
+        {"time": 2.0},
+        {"heads": ()},
+        {"nonce": "aa" * 16},
+        {"heard": {"west": "aa" * 16}},
+        {"audit": "11" * 32},
+        {"budget": {"digits": 1.0}},
+        {"site": "south"},
+    ):
         assert not told.model_copy(update=change).is_genuine(ROSTER)
 
 
@@ -101,13 +110,16 @@ def test_a_head_never_passes_for_a_statement_nor_the_other_way():
 
 
 budgets = st.none() | st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False), max_size=2)
+heard = st.dictionaries(st.sampled_from(sorted(KEYS)), st.sampled_from(["", "cd" * 16]))
 heads = st.builds(head, st.sampled_from(sorted(KEYS)), st.integers(0, 2**62), st.integers(0, 255), st.text(max_size=9))
 
 
 @LAWS
-@given(st.lists(heads, max_size=3), st.floats(0, 1e12), budgets)
-def test_a_statement_survives_json(told, time, budget):
-    unsigned = Statement(site="north", time=time, heads=tuple(told), audit="ab" * 32, budget=budget)
+@given(st.lists(heads, max_size=3, unique_by=lambda one: one.site), st.floats(0, 1e9), budgets, heard)
+def test_a_statement_survives_json(told, time, budget, heard):
+    unsigned = Statement(
+        site="north", time=time, heads=tuple(told), audit="ab" * 32, budget=budget, nonce="ef" * 16, heard=heard
+    )
     made = unsigned.model_copy(update={"signature": KEYS["north"].sign(STATEMENT, unsigned.body())})
     again = parse_statement(made.model_dump_json())
     assert again == made and again is not None and again.is_genuine(ROSTER)
@@ -127,6 +139,40 @@ def test_what_is_no_statement_is_none_and_never_an_exception(text):
 def test_numbers_beyond_json_are_not_genuine(value):
     told = parse_statement(statement("north").model_dump_json().replace('"time":1.0', f'"time":{value}'))
     assert told is None or not told.is_genuine(ROSTER)
+
+
+def signed(**body: object) -> str:
+    """A statement as a site that keeps to no rule would sign it."""
+    unsigned = statement("north").model_copy(update=body)
+    return unsigned.model_copy(update={"signature": KEYS["north"].sign(STATEMENT, unsigned.body())}).model_dump_json()
+
+
+def _of(site: str) -> SignedHead:
+    return head("south", 1).model_copy(update={"site": site})
+
+
+BEYOND = {
+    "two heads of one site": lambda: signed(heads=(head("south", 1), head("south", 2))),
+    "more heads than sites can be": lambda: signed(heads=tuple(_of(f"s{n}") for n in range(257))),
+    "more budgets than there are accounts": lambda: signed(budget={f"a{n}": 1.0 for n in range(65)}),
+    "more heard than sites can be": lambda: signed(heard={f"s{n}": "" for n in range(257)}),
+    "from the future": lambda: signed(time=clock.time() + 301),
+    "larger than 64 KB": lambda: statement("north").model_dump_json() + " " * (1 << 16),
+    "a number that no ledger can have": lambda: signed(heads=(head("south", 1).model_copy(update={"seq": 2**63}),)),
+    "an endless name": lambda: signed(heads=(head("south", 1).model_copy(update={"ledger": "x" * 65}),)),
+    "an endless nonce": lambda: signed(nonce="a" * 33),
+    "an infinite budget": lambda: signed().replace('"budget":null', '"budget":{"a":Infinity}'),
+    "a budget that is none": lambda: signed().replace('"budget":null', '"budget":{"a":NaN}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", BEYOND.values(), ids=BEYOND.keys())
+def test_a_statement_beyond_what_a_site_can_mean_is_none(make):
+    assert parse_statement(make()) is None
+
+
+def test_a_clock_that_is_a_little_ahead_is_forgiven():
+    assert parse_statement(signed(time=clock.time() + 290)) is not None
 
 
 # --- the newest wins ---------------------------------------------------------------------------------
@@ -154,6 +200,44 @@ def test_two_ledgers_with_one_number_raise_an_alarm_and_change_nothing(known):
 def test_another_ledger_raises_an_alarm(known):
     known.hear([head("north", 4)], ROSTER)
     assert known.hear([head("north", 1, ledger="two")], ROSTER) == ["site 'north' has another ledger than before"]
+
+
+def test_the_newest_head_of_a_ledger_is_never_forgotten(known, tmp_path):
+    """Neither another ledger in between nor an older head of the same brings the number down."""
+    known.hear([head("north", 100)], ROSTER)
+    for told in (head("north", 0, ledger="two"), head("north", 5), head("north", 3, ledger="two")):
+        known.hear([told], ROSTER)
+        assert known.all()["north"] == head("north", 100)
+    assert {one.ledger: one.seq for one in known.of("north")} == {"one": 100, "two": 3}
+    assert KnownHeads(tmp_path / "heads.json").of("north") == known.of("north")
+    assert known.of("west") == []
+
+
+def test_a_site_can_not_fill_the_disk_nor_the_audit_log_of_others(known, tmp_path, monkeypatch):
+    flood = [head("north", 1, ledger=f"l{n}") for n in range(300)]
+    alarms = [alarm for one in flood for alarm in known.hear([one], ROSTER)]
+    alarms += known.hear(flood * 3 + [head("north", 1, fork=n, ledger="l0") for n in range(50)], ROSTER)
+    assert alarms == ["site 'north' has another ledger than before"]
+    assert len(known.of("north")) == 16 and (tmp_path / "heads.json").stat().st_size < 16 * 400
+    assert known.hear([head("south", 1), head("south", 1, ledger="two")], ROSTER) != []  # another site's first
+    later = clock.monotonic() + 3601
+    monkeypatch.setattr(clock, "monotonic", lambda: later)
+    assert known.hear([head("north", 1, ledger="new")], ROSTER) != []
+
+
+def test_what_is_known_already_costs_no_signature(known, monkeypatch):
+    told = [head(site, 7) for site in KEYS]
+    known.hear(told, ROSTER)
+    monkeypatch.setattr(SignedHead, "is_genuine", lambda *_: pytest.fail("checked again"))
+    known.hear([*told, head("north", 3)] * 10, ROSTER)
+
+
+def test_a_head_signed_anew_with_a_new_key_takes_the_place_of_the_old(known):
+    known.hear([head("north", 4)], ROSTER)
+    entry = SiteEntry(identity=KEYS["west"].public, node="")
+    rotated = ROSTER.model_copy(update={"sites": {**ROSTER.sites, "north": entry}})
+    again = head("north", 4, by="west")
+    assert known.hear([again], rotated) == [] and known.all()["north"] == again
 
 
 def test_the_same_again_is_no_alarm(known):
