@@ -61,7 +61,8 @@ class Agent:
         os.environ[ENVIRONMENT] = str(kit.site_file)  # the door and the ledger of this process
         self._state = kit.state_folder
         self._state.mkdir(mode=0o700, exist_ok=True)
-        self._locks = exclusive(self._state / "agent.lock", "another agent serves this site"), lock_ledger(self._site)
+        lock = exclusive(self._state / "agent.lock", "another agent serves this site")
+        self._locks = lock, lock_ledger(self._site)
         self._roster = RosterFile(kit.roster, kit.authority)
         self._audit = AuditLog(self._state / "audit.jsonl")
         self._replies = ReplyStore(self._state / "replies")
@@ -155,7 +156,7 @@ class Agent:
     def _allowed_job(self, assignment: Assignment) -> Job:
         """The job that the run carries, if an operator signed it and the site's rules allow it."""
         signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
-        job = signed.verified(self._roster.refresh())
+        job = signed.verified(self._roster.newest())
         require_allowed(self._site, signed, job, known=self._replies.knows(job.digest))
         return job
 

@@ -160,6 +160,8 @@ class SiteGrid(Grid):
         answers = []
         for reply in self._grid.pull_messages(list(sent)):
             asked = sent[reply.metadata.reply_to_message_id]
+            if asked.first not in self._asked:  # two sendings of one request were answered
+                continue
             answer = self._answer(asked, reply)
             if answer is not None:
                 self._asked.pop(asked.first, None)

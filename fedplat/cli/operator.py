@@ -58,8 +58,7 @@ def submit(
         if dry_run:
             accepted = _consider(control, run_id, console, json_output)
             raise typer.Exit(0 if accepted else 1)
-        where = ", ".join(job.cohort.sites)
-        console.print(f"run [bold]{run_id}[/] of {plain(job.job.name)} on {plain(where)}", highlight=False)
+        console.print(f"run [bold]{run_id}[/] of {job.job.name} on {', '.join(job.cohort.sites)}", highlight=False)
         if follow:
             from fedplat.cli.watch import follow_run
 

@@ -20,14 +20,19 @@ def console_for(quiet: bool, json_output: bool) -> "Console":
 
 
 def plain(text: object) -> str:
-    """What somebody else has written, as it may be printed: one line, no control characters, no markup of ours.
+    """What somebody else has written, as it may be printed through rich: one harmless line, no markup of ours."""
+    from rich.markup import escape
+
+    return escape(one_line(text))
+
+
+def one_line(text: object) -> str:
+    """What somebody else has written, on one line and without control characters.
 
     A terminal obeys escape sequences, and marks of writing direction show a text as another one.
     """
-    from rich.markup import escape
-
     shown = "".join(" " if c in "\n\r\t\v\f\x85\u2028\u2029" else c for c in str(text))
-    return escape("".join(c for c in shown if not unicodedata.category(c).startswith("C")))
+    return "".join(c for c in shown if not unicodedata.category(c).startswith("C"))
 
 
 @contextlib.contextmanager

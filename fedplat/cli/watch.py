@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from fedplat.cli.terminal import one_line
 from fedplat.errors import JobError, UsageError
 from fedplat.events import EVENT, Checkpointed, ClientFailed, Evaluated, Event, RoundFinished, RunFailed, RunFinished
 from fedplat.job import Job
@@ -107,7 +108,7 @@ def _continuation(control: "Control", directory: str, before: int) -> int | None
 def print_logs(control: "Control", run: "RunStatus", follow: bool) -> None:
     for line in lines_of(control, run.run_id, follow):
         event = event_of(line)
-        typer.echo(line if event is None else _sentence(event))
+        typer.echo(one_line(line if event is None else _sentence(event)))
 
 
 def _sentence(event: Event) -> str:

@@ -145,7 +145,6 @@ def test_every_request_gets_exactly_one_answer_under_the_id_first_returned(seed,
             assert list(grid.pull_messages(ids)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="SiteGrid.pull_messages: two sendings answered in one pull are two answers")
 def test_two_sendings_that_are_answered_together_are_one_answer(job, store):
     inner = Sites().grid(always("late"))
     inner.one_at_a_time = False
