@@ -37,6 +37,8 @@ from fedplat.errors import FedplatError, UsageError
 from fedplat.flower import error_reply
 from fedplat.flower.tasks import CLIENT_TASK, Assignment, ClientTask, MessageLost, RuntimeApi, TaskLost, TaskQueue
 from fedplat.job import Job
+from fedplat.packing import is_packed, pack, unpack
+from fedplat.polling import Patience
 from fedplat.wire import Identity
 from privacy.site_budgets import ENVIRONMENT, dataset_for, load_site
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from fedplat.consortium.kit_files import SiteKit
 
 logger = logging.getLogger(__name__)
-POLL_S = 0.05
+FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
 KEPT_HANDLERS = 2
 CONSIDER = "query.consider"
 
@@ -74,14 +76,15 @@ class Agent:
         """Serve until the process is told to stop."""
         self._audit.note("started", about={"site": self._site.name, "roster": self._roster.current.version})
         self._go_on()
-        queue = TaskQueue(self._api, CLIENT_TASK)
+        queue, patience = TaskQueue(self._api, CLIENT_TASK), Patience(FIRST_POLL_S, LONGEST_POLL_S)
         try:
             while True:
                 token = queue.acquire()
                 if token is None:
-                    time.sleep(POLL_S)
+                    time.sleep(patience.pause_s())
                 else:
                     self._take(token)
+                    patience.restart()
         finally:
             queue.close()
             self._audit.note("stopped")
@@ -121,6 +124,8 @@ class Agent:
         try:
             handler = self._handler(*self._signed_job(assignment))
             message = task.pull_message(assignment, most_objects(handler.expected()))
+            packed = is_packed(message.content)
+            message.content = _unpacked(message.content)
             content = self._respond(message, handler)
         except (NotYet, MessageLost) as reason:
             return Message(self._with_statement(_again(str(reason))), reply_to=message)
@@ -133,7 +138,8 @@ class Agent:
             self._audit.note("failed", "an error that is in the site's own log", {"kind": kind})
             task.await_message(assignment)
             return error_reply(message, "the site could not serve this request: the reason is in its own log")
-        return Message(self._with_statement(content), reply_to=message)
+        content = self._with_statement(content)
+        return Message(pack(content) if packed else content, reply_to=message)  # answered as it was asked
 
     def _signed_job(self, assignment: Assignment) -> tuple[SignedJob, Job]:
         signed = SignedJob.parse(str(assignment.run_config.get(wire.JOB_KEY, "")))
@@ -226,6 +232,13 @@ class Agent:
     def _with_statement(self, content: RecordDict) -> RecordDict:
         content[wire.SITE] = ConfigRecord({"statement": self._statements.make(self._audit.head)})
         return content
+
+
+def _unpacked(content: RecordDict) -> RecordDict:
+    try:
+        return unpack(content)
+    except ValueError as error:
+        raise UsageError(f"the request can't be read: {error}") from None
 
 
 def _again(reason: str) -> RecordDict:

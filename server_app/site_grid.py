@@ -5,7 +5,8 @@ given, and one that was away for a minute gets an error made up for it while its
 answers the same request with the same bytes, free of charge, so this Grid sends again: at once when a node has
 restarted, after a while when nothing is heard, until whoever waits gives up.
 
-Strategies and driver see plain requests and replies: statements (`privacy.ledger_heads`) are added and taken off here.
+Strategies and driver see plain requests and replies: statements (`privacy.ledger_heads`) are added and taken off here,
+and contents are packed for the way (`fedplat.packing`).
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from fedplat.federation import client_name
 from fedplat.files import write_file
 from fedplat.flower import CLIENT_RAISED, now_answers
 from fedplat.job import Job
+from fedplat.packing import pack, unpack
 from privacy.ledger_heads import Statement, parse_statement
 
 logger = logging.getLogger(__name__)
@@ -133,16 +135,19 @@ class SiteGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies that are there. Sends again what seems lost."""
-        wanted = {message_id: self._asked[message_id] for message_id in message_ids if message_id in self._asked}
-        self._send_again(wanted.values())
+        wanted = [self._asked[message_id] for message_id in message_ids if message_id in self._asked]
+        self._send_again(wanted)
+        asked_with = {message_id: asked for asked in wanted for message_id in asked.ids}
         found = []
-        for first, asked in wanted.items():
-            for reply in self._grid.pull_messages(asked.ids):
-                if self._is_answer(reply):
-                    del self._asked[first]
-                    now_answers(reply, first)
-                    found.append(reply)
-                    break
+        for reply in self._grid.pull_messages(list(asked_with)):
+            asked = asked_with[reply.metadata.reply_to_message_id]
+            if asked.first not in self._asked:  # two sendings were answered
+                continue
+            if self._is_answer(reply):
+                del self._asked[asked.first]
+                now_answers(reply, asked.first)
+                found.append(reply)
+            else:
                 asked.ids.remove(reply.metadata.reply_to_message_id)
                 asked.again_at = min(asked.again_at, time.monotonic() + SOON_S)
         return found
@@ -179,21 +184,22 @@ class SiteGrid(Grid):
     def _send(self, asked: Iterable[_Asked]) -> None:
         peers = self._statements.record()
         copies: dict[int, RecordDict] = {}
+        messages, asked = [], list(asked)
         for one in asked:
             request = one.request
             content = copies.get(id(request.content))
             if content is None:  # one content for the whole cohort, as the strategy made it
-                content = copies[id(request.content)] = RecordDict(dict(request.content))
-                content[wire.PEERS] = peers
+                content = copies[id(request.content)] = pack(RecordDict({**request.content, wire.PEERS: peers}))
             metadata = request.metadata
-            message = Message(content, dst_node_id=metadata.dst_node_id, message_type=metadata.message_type)
-            for message_id in self._grid.push_messages([message]):
-                if message_id:
-                    one.ids.append(message_id)
-                    one.first = one.first or message_id
+            messages.append(Message(content, dst_node_id=metadata.dst_node_id, message_type=metadata.message_type))
+        ids = list(self._grid.push_messages(messages)) or [""] * len(messages)
+        for one, message_id in zip(asked, ids, strict=True):
+            if message_id:  # Flower gives none to a message that it could not push
+                one.ids.append(message_id)
+                one.first = one.first or message_id
             one.times += 1
             one.again_at = time.monotonic() + SEND_AGAIN_S * one.times
-            node = self._nodes.get(metadata.dst_node_id)
+            node = self._nodes.get(one.request.metadata.dst_node_id)
             one.activated = node.last_activated_at if node is not None else ""
 
     def _send_again(self, asked: Iterable[_Asked]) -> None:
@@ -217,6 +223,10 @@ class SiteGrid(Grid):
                 return True
             logger.info("Flower: %s", reply.error.reason)
             return False
+        try:
+            reply.content = unpack(reply.content)
+        except ValueError as error:  # who checks replies finds nothing in it, and refuses it
+            logger.info("a reply can't be unpacked: %s", error)
         self._statements.take(reply.content)
         again = reply.content.get(wire.AGAIN)
         if isinstance(again, ConfigRecord):

@@ -5,11 +5,15 @@ Here: naming the task a process runs (needed before any `Message` can be made), 
 """
 
 import logging
+import time
 import uuid
 from importlib.metadata import version
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.app.message import make_message
 from flwr.app.metadata import Metadata
+from flwr.common.constant import ErrorCode
+from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -68,6 +72,22 @@ def message_with(content: RecordDict, metadata: Metadata) -> Message:
     """A message that already has its metadata."""
     message: Message = Message(content=content, metadata=metadata)  # type: ignore[call-overload]
     return message
+
+
+def unavailable(message_id: str, reason: str) -> Message:
+    """What Flower's own Grid makes of a reply whose content is gone."""
+    about = Metadata(
+        run_id=TaskIdentity.run_id or 0,
+        message_id="",
+        src_node_id=SERVER_NODE_ID,
+        dst_node_id=SERVER_NODE_ID,
+        message_type=SYSTEM_MESSAGE_TYPE,
+        group_id="",
+        ttl=0,
+        reply_to_message_id=message_id,
+        created_at=time.time(),
+    )
+    return make_message(metadata=about, error=Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason=reason))
 
 
 def error_reply(message: Message, reason: str) -> Message:

@@ -25,8 +25,8 @@ from flwr.app.message import remove_content_from_message
 from flwr.common.constant import SubStatus
 from flwr.common.serde import context_from_proto, message_from_proto, message_to_proto, run_from_proto
 from flwr.proto.log_pb2 import PushLogsRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest
 from flwr.proto.node_pb2 import Node, NodeInfo
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
@@ -37,6 +37,7 @@ from flwr.proto.runtime_pb2 import (
     SendTaskHeartbeatRequest,
 )
 from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
     get_all_nested_objects,
     get_object_tree,
     iterate_object_tree,
@@ -47,11 +48,7 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
 )
-from flwr.supercore.inflatable.inflatable_utils import (
-    inflate_object_from_contents,
-    pull_objects,
-    push_objects,
-)
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -66,7 +63,8 @@ from flwr.superlink.grid import HttpGrid
 
 from fedplat.errors import FedplatError
 from fedplat.files import write_file
-from fedplat.flower import require_checked_version
+from fedplat.flower import require_checked_version, unavailable
+from fedplat.flower.objects import pull_message, push_objects
 
 CLIENT_TASK, SERVER_TASK = "flwr-clientapp", "flwr-serverapp"
 HEARTBEAT_S = 10.0
@@ -239,10 +237,13 @@ class Assignment:
         message.metadata.__dict__["_message_id"] = self.message_id
         return message
 
+    def object_tree(self) -> ObjectTree:
+        tree: ObjectTree = ObjectTree.FromString(base64.b64decode(self.tree))
+        return tree
+
     def object_ids(self) -> list[str]:
         """The parts of the message, each once."""
-        tree: ObjectTree = ObjectTree.FromString(base64.b64decode(self.tree))
-        return list(dict.fromkeys(part.object_id for part in iterate_object_tree(tree)))
+        return list(dict.fromkeys(part.object_id for part in iterate_object_tree(self.object_tree())))
 
 
 class ClientTask(Task):
@@ -281,14 +282,11 @@ class ClientTask(Task):
         if len(ids) > most_objects:
             raise FedplatError(f"the message has {len(ids)} parts, more than the job's model can have: not fetched")
         node = Node(node_id=assignment.node_id)
+        pull = make_pull_object_fn_protobuf(self.client.PullObject, node, assignment.run_id)
         try:
-            contents = pull_objects(ids, make_pull_object_fn_protobuf(self.client.PullObject, node, assignment.run_id))
-        except Exception as error:  # whatever Flower raises here, the message is not to be had
+            return pull_message(assignment.object_tree(), pull)
+        except (ObjectPullError, httpx.HTTPError, OSError) as error:
             raise MessageLost(f"the message can't be fetched: {type(error).__name__}: {error}") from None
-        message = inflate_object_from_contents(assignment.message_id, contents)
-        assert isinstance(message, Message)
-        message.metadata.__dict__["_message_id"] = assignment.message_id
-        return message
 
     def await_message(self, assignment: Assignment) -> None:
         """Wait until the SuperNode has all of a message that we don't want, looking at one part at a time.
@@ -321,23 +319,22 @@ class ClientTask(Task):
                     message_object_trees=[get_object_tree(reply)],
                 )
             )
-            push_objects(
-                get_all_nested_objects(reply),
-                make_push_object_fn_protobuf(
-                    self.client.PushObject, node, run_id=assignment.run_id, session_id=pushed.session_id
-                ),
-                object_ids_to_push=set(pushed.objects_to_push),
-            )
+            push = make_push_object_fn_protobuf(self.client.PushObject, node, assignment.run_id, pushed.session_id)
+            push_objects(get_all_nested_objects(reply), set(pushed.objects_to_push), push)
         self.finish()
 
 
 class RunGrid(HttpGrid):
-    """Flower's Grid to real nodes, with waits that end and one reply in memory at a time."""
+    """Flower's Grid to real nodes, with waits that end and one reply in memory at a time.
+
+    A cohort's requests share their content: pushed together, it is hashed and asked about once.
+    """
 
     def __init__(self, api: RuntimeApi, token: str, run: Run) -> None:
         require_checked_version()
         super().__init__(api.address, insecure=False, root_certificates=api.root_certificates, token=token)
         self._retry_invoker = patient_invoker()
+        self._announced: dict[str, tuple[ProtoMessage, ObjectTree]] = {}
         self.set_run(run)
 
     def get_nodes(self) -> Iterable[NodeInfo]:
@@ -348,14 +345,46 @@ class RunGrid(HttpGrid):
         with _while_running():
             return super().push_messages(messages)
 
+    def _try_push_messages(self, run_id: int, messages: Iterable[Message]) -> list[str]:
+        objects: dict[str, InflatableObject] = {}
+        request = PushAppMessagesRequest()
+        for message in messages:
+            request.messages_list.append(message_to_proto(remove_content_from_message(message)))
+            request.message_object_trees.append(get_object_tree(message))
+            objects.update(get_all_nested_objects(message))
+        pushed = self._runtime_client.PushMessages(request)
+        push = make_push_object_fn_protobuf(self._runtime_client.PushObject, self.node, run_id, pushed.session_id)
+        push_objects(objects, set(pushed.objects_to_push), push)
+        return list(pushed.message_ids)
+
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The first reply that is there: a cohort of large models need not fit into memory."""
+        """One of the replies that are there: a cohort of large models need not fit into memory.
+
+        The SuperLink announces a reply once, so those whose turn it isn't are remembered.
+        """
+        wanted = list(message_ids)
+        self._announced = {asked: reply for asked, reply in self._announced.items() if asked in wanted}
         with _while_running():
-            for message_id in message_ids:
-                found = list(super().pull_messages([message_id]))
-                if found:
-                    return found
+            if not self._announced and wanted:
+                response = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted))
+                for reply, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+                    self._announced[reply.metadata.reply_to_message_id] = reply, tree
+            for asked in list(self._announced):
+                return [self._pull(*self._announced.pop(asked))]
             return []
+
+    def _pull(self, reply: ProtoMessage, tree: ObjectTree) -> Message:
+        pull = make_pull_object_fn_protobuf(self._runtime_client.PullObject, self.node, self.run.run_id)
+        try:
+            message = pull_message(tree, pull)
+        except ObjectPullError as error:
+            return unavailable(reply.metadata.reply_to_message_id, str(error))
+        self._runtime_client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(
+                node=self.node, run_id=self.run.run_id, message_object_id=reply.metadata.message_id
+            )
+        )
+        return message
 
 
 @contextlib.contextmanager
