@@ -5,8 +5,10 @@ it says is obeyed: hyper-parameters come from the job. A reply carries the updat
 identity it answers, so that the server can tell a stale or misdirected reply from a fresh one.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TypeVar
 
 import numpy as np
@@ -32,6 +34,8 @@ AGAIN = "again"
 """In a real site's reply: it can't answer yet, and why; the same request may be sent again."""
 JOB_KEY = "job"
 """The one run-config key that carries the job."""
+NPY_HEADER_BYTES = 10_000
+"""Nobody's .npy header is longer."""
 
 Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
@@ -76,7 +80,31 @@ def encode_arrays(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
 
 
 def decode_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
+    """Copies of the arrays."""
     return {name: array.numpy() for name, array in record.items()}
+
+
+def view_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
+    """The arrays in the message's own memory, read-only: a large model need not be there twice."""
+    return {name: view_array(array) for name, array in record.items()}
+
+
+def view_array(array: Array) -> np.ndarray:
+    """What the .npy bytes of an array hold, in place; ValueError for anything else. Never unpickles or unzips."""
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"unknown serialisation {array.stype!r:.50}")
+    file = BytesIO(memoryview(array.data)[:NPY_HEADER_BYTES])
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"unknown .npy version {version}")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError("an array of objects")
+    size = math.prod(shape)
+    flat = np.frombuffer(array.data, dtype, size, file.tell()) if size else np.empty(0, dtype)
+    flat.flags.writeable = False
+    return flat.reshape(shape, order="F" if fortran else "C")
 
 
 def reply_content(

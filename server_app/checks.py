@@ -9,7 +9,6 @@ weight of its own or brings a metric that no budget has paid for.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
@@ -31,7 +30,6 @@ PUBLIC_METRICS = frozenset({"steps", "lr"})
 """All that a private client may report of its training: these follow from the job, not from its data."""
 LARGEST_METRIC = 1e100
 """Beyond this a weighted sum of metrics could overflow."""
-NPY_HEADER_BYTES = 10_000
 NOT_FINITE = "update has NaN or infinite values"
 BAD_CLIP_NORM = f"'{wire.CLIP_NORM}' is negative or not finite"
 
@@ -149,28 +147,16 @@ def check_update(
 
 
 def _decode(name: str, array: Array, model: np.ndarray) -> np.ndarray:
-    """The array's values. Size and both headers, Flower's and NumPy's, are judged before the body is read."""
+    """The array's values, in place. Both headers, Flower's and NumPy's, must be the model's."""
     _check_header(name, array.shape, array.dtype, model)
-    if len(array.data) > model.nbytes + NPY_HEADER_BYTES:
+    if len(array.data) > model.nbytes + wire.NPY_HEADER_BYTES:
         raise Refused(f"array '{name}' has {len(array.data)} bytes, the model's has {model.nbytes}")
     try:
-        shape, dtype = _npy_header(array.data)
-        _check_header(name, shape, str(dtype), model)
-        decoded: np.ndarray = array.numpy()
+        found = wire.view_array(array)
     except (ValueError, TypeError, OSError, EOFError) as error:
         raise Refused(f"array '{name}' can't be decoded: {error}") from None
-    return decoded
-
-
-def _npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype that the .npy bytes themselves claim; `np.load` would believe them, or unzip an archive."""
-    file = BytesIO(data[:NPY_HEADER_BYTES])
-    version = np.lib.format.read_magic(file)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"unknown .npy version {version}")
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    return shape, dtype
+    _check_header(name, found.shape, str(found.dtype), model)
+    return found
 
 
 def _check_header(name: str, shape: tuple[int, ...], dtype: str, model: np.ndarray) -> None:

@@ -46,6 +46,7 @@ class Exchange:
         yield from self._not_sent()
         for arrival in self._arrivals(self._grid.pull_messages):
             yield self._pending.pop(arrival.metadata.reply_to_message_id, None), arrival
+            del arrival  # whoever got it may drop it before the next one is fetched
 
     def updates(self) -> Iterator[tuple[Message | None, Message] | tuple[list[Message], UpdateStack]]:
         """Like `replies`, but a Grid that computes many clients at once may hand over whole stacks."""
@@ -70,8 +71,9 @@ class Exchange:
             arrived = list(pull(self._pending.keys()))
             if self.is_over():
                 return
-            yield from arrived
             if arrived:
+                while arrived:
+                    yield arrived.pop(0)
                 patience.restart()
             else:
                 if isinstance(self._grid, KnowsItsFuture) and self._grid.nothing_to_come(self._pending.keys()):
