@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: demo test nginx lint fast bench bench-simulation bench-privacy bench-mcmahan clean help
+.PHONY: demo test nginx lint fast bench bench-simulation bench-privacy bench-mcmahan bench-federation clean help
 
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -42,6 +42,9 @@ bench-privacy: $(READY)  ## private training beside Opacus: make bench-privacy D
 
 bench-mcmahan: $(READY)  ## rounds to 97 % on MNIST beside the FedAvg paper: make bench-mcmahan DATA=PATH/TO/MNIST
 	$(BIN)/python -m benchmarks.mcmahan --data $(DATA)
+
+bench-federation: $(READY) nginx  ## real processes over TLS beside plain Flower: round time, large models, memory
+	$(BIN)/python -m benchmarks.federation
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -37,6 +37,8 @@ from fedplat.errors import FedplatError, UsageError
 from fedplat.files import exclusive
 from fedplat.flower.tasks import CLIENT_TASK, Assignment, ClientTask, MessageLost, RuntimeApi, TaskLost, TaskQueue
 from fedplat.job import Job
+from fedplat.packing import is_packed, pack, unpack
+from fedplat.polling import Patience
 from fedplat.wire import Identity
 from privacy import plan_of
 from privacy.site_budgets import ENVIRONMENT, load_site
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from fedplat.consortium.kit_files import SiteKit
 
 logger = logging.getLogger(__name__)
-POLL_S = 0.05
+FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.5
 CONSIDER, ADMIT = "query.consider", "query.admit"
 MOST_TRIES = 2
 FEW_OBJECTS = 64
@@ -79,14 +81,15 @@ class Agent:
         """Serve until the process is told to stop."""
         self._audit.note("started", about={"site": self._site.name, "roster": self._roster.current.version})
         self._go_on()
-        queue = TaskQueue(self._api, CLIENT_TASK)
+        queue, patience = TaskQueue(self._api, CLIENT_TASK), Patience(FIRST_POLL_S, LONGEST_POLL_S)
         try:
             while True:
                 token = queue.acquire()
                 if token is None:
-                    time.sleep(POLL_S)
+                    time.sleep(patience.pause_s())
                 else:
                     self._take(token)
+                    patience.restart()
         finally:
             queue.close()
             self._audit.note("stopped")
@@ -126,7 +129,7 @@ class Agent:
 
     def _answer(self, task: ClientTask, assignment: Assignment) -> Message:
         """The reply to a message: an update, or a refusal in words."""
-        message = assignment.empty_message()
+        message, packed = assignment.empty_message(), False
         kind = message.metadata.message_type
         try:
             if assignment.tries > MOST_TRIES:
@@ -134,14 +137,16 @@ class Agent:
             job = self._allowed_job(assignment)
             if kind == ADMIT:
                 message = task.pull_message(assignment, FEW_OBJECTS, EXTRA_BYTES)
+                packed = _unpack(message)
                 content = self._admit(message, job)
             else:
                 handler = self._handler(job)
                 expected = handler.expected()
                 message = task.pull_message(assignment, most_objects(expected), most_bytes(expected))
+                packed = _unpack(message)
                 content = self._respond(message, handler)
         except (NotYet, MessageLost) as reason:
-            return Message(self._with_statement(_again(str(reason))), reply_to=message)
+            content = _again(str(reason))
         except FedplatError as error:
             self._audit.note("refused", str(error)[:500], {"kind": kind})
             task.await_message(assignment)
@@ -151,7 +156,8 @@ class Agent:
             self._audit.note("failed", "an error that is in the site's own log", {"kind": kind})
             task.await_message(assignment)
             content = _refused("the site could not serve this request: the reason is in its own log")
-        return Message(self._with_statement(content), reply_to=message)
+        content = self._with_statement(content)
+        return Message(pack(content) if packed else content, reply_to=message)  # answered as it was asked
 
     def _allowed_job(self, assignment: Assignment) -> Job:
         """The job that the run carries, if an operator signed it and the site's rules allow it."""
@@ -255,6 +261,16 @@ class Agent:
         except FedplatError as error:  # a ledger that can't be read: the refusal says so, and still leaves
             logger.error("%s", error)
         return content
+
+
+def _unpack(message: Message) -> bool:
+    """Let a message's content be as if it had come unpacked; returns whether it had not."""
+    packed = is_packed(message.content)
+    try:
+        message.content = unpack(message.content)
+    except ValueError as error:
+        raise UsageError(f"the request can't be read: {error}") from None
+    return packed
 
 
 def _refused(reason: str) -> RecordDict:

@@ -2,8 +2,9 @@
 
 Flower's SuperNode can't present a client certificate, so it talks to this process, which can. It also mends two waits
 that are fixed in Flower: the SuperNode's poll for messages every three seconds becomes a long poll (an empty answer is
-held back and the question asked again), and a SuperNode that was killed need not wait for a minute until the SuperLink
-believes that it was: the link takes its old activation back, with the proof of identity that the new one brings.
+held back and the question asked again; so are answers that an object isn't there yet, or that the server can't answer
+now), and a SuperNode that was killed need not wait for a minute until the SuperLink believes that it was: the link
+takes its old activation back, with the proof of identity that the new one brings.
 
 Neither side is trusted with memory: bodies are counted while they arrive, and nothing is ever unpacked.
 """
@@ -21,11 +22,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fedplat.flower.fleet import ACTIVATE, DEACTIVATE, PULL_MESSAGES, STILL_ACTIVE, activated_node, deactivation
+from fedplat.flower.fleet import (
+    ACTIVATE,
+    DEACTIVATE,
+    HEARTBEAT,
+    PULL_MESSAGES,
+    PULL_OBJECT,
+    STILL_ACTIVE,
+    activated_node,
+    deactivation,
+)
+from fedplat.flower.objects import is_not_there_yet
+from fedplat.polling import Patience
 
 HOLD_S = 20.0
 """How long an empty answer is held back: below the 30 s after which the SuperNode gives up."""
-BUSY_POLL_S, IDLE_POLL_S, BUSY_FOR_S = 0.1, 1.0, 60.0
+FIRST_POLL_S, LONGEST_POLL_S = 0.05, 1.0
+RETRY_S = 0.2
 LARGEST_BODY, LARGEST_ANSWER = 16 << 20, 32 << 20
 _HOP = frozenset({"host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"})
 _NOT_BACK = _HOP | {"content-encoding", "date"}
@@ -52,7 +65,7 @@ class Link:
         url = f"https://{server}"
         self._client = httpx.AsyncClient(base_url=url, verify=context, timeout=60.0, trust_env=False)
         self._memory = memory
-        self._last_message = time.monotonic()
+        self._patience = Patience(FIRST_POLL_S, LONGEST_POLL_S)
 
     async def forward(self, request: Request) -> Response:
         if not _NAME.fullmatch(request.path_params["name"]):  # httpx would resolve "..", and leave the fleet API
@@ -63,12 +76,10 @@ class Link:
         headers = [(name, value) for name, value in request.headers.raw if name.decode("latin-1").lower() not in _HOP]
         headers.append((b"accept-encoding", b"identity"))
         try:
-            if path == PULL_MESSAGES:
-                answer = await self._poll(request, body, headers)
-            elif path == ACTIVATE:
+            if path == ACTIVATE:
                 answer = await self._activate(body, headers)
             else:
-                answer = await self._ask(path, body, headers)
+                answer = await self._ask_until(request, path, body, headers)
         except BadAnswer as problem:
             return Response(str(problem), status_code=502)
         except (httpx.TransportError, ssl.SSLError):  # a TLS alert after the handshake comes as it is
@@ -88,18 +99,28 @@ class Link:
                 parts.append(part)
             return Answer(answer.status_code, dict(answer.headers), b"".join(parts))
 
-    async def _poll(self, request: Request, body: bytes, headers: Headers) -> Answer:
-        """Ask until there is a message, or until the SuperNode would give up."""
+    async def _ask_until(self, request: Request, path: str, body: bytes, headers: Headers) -> Answer:
+        """Ask until there is an answer for the SuperNode, or until it would give up."""
         until = time.monotonic() + HOLD_S
         while True:
-            answer = await self._ask(PULL_MESSAGES, body, headers)
-            if answer.content:
-                self._last_message = time.monotonic()
-            over = time.monotonic() >= until or await request.is_disconnected()
-            if answer.content or answer.status_code != httpx.codes.OK or over:
-                return answer
-            busy = time.monotonic() - self._last_message < BUSY_FOR_S
-            await asyncio.sleep(BUSY_POLL_S if busy else IDLE_POLL_S)
+            answer = await self._ask(path, body, headers)
+            pause_s = self._pause_s(path, answer)
+            if pause_s is None or time.monotonic() >= until or await request.is_disconnected():
+                break
+            await asyncio.sleep(pause_s)
+        if path != HEARTBEAT and (path != PULL_MESSAGES or answer.content):
+            self._patience.restart()  # something goes on: a request may follow soon
+        return answer
+
+    def _pause_s(self, path: str, answer: Answer) -> float | None:
+        """When to ask again in the SuperNode's place; None: the answer is for the SuperNode."""
+        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+            return RETRY_S  # the server's database is locked, and the SuperNode would drop its message
+        if answer.status_code != httpx.codes.OK:
+            return None
+        if path == PULL_MESSAGES and not answer.content:
+            return self._patience.pause_s()
+        return FIRST_POLL_S if path == PULL_OBJECT and is_not_there_yet(answer.content) else None
 
     async def _activate(self, body: bytes, headers: Headers) -> Answer:
         """A SuperNode starts. If the SuperLink takes its dead predecessor for alive, that one goes first."""

@@ -144,7 +144,8 @@ def write_arrays(state: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) 
         if tuple(arrays[name].shape) != tuple(tensor.shape):
             raise ValueError(f"array '{name}' has shape {arrays[name].shape}, the model has {tuple(tensor.shape)}")
     for name, tensor in state.items():
-        tensor.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])).reshape(tensor.shape))
+        array = np.require(arrays[name], requirements=["C", "W"])  # torch warns of what it could not write to
+        tensor.copy_(torch.from_numpy(array).reshape(tensor.shape))
 
 
 def file_sha256(path: Path) -> str:

@@ -5,6 +5,7 @@ it says is obeyed: hyper-parameters come from the job. A reply carries the updat
 identity it answers, so that the server can tell a stale or misdirected reply from a fresh one.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -85,15 +86,41 @@ def decode_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
     return {name: np.asarray(array.numpy(), order="C") for name, array in record.items()}
 
 
+def view_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
+    """The arrays in the message's own memory, read-only: a large model need not be there twice."""
+    return {name: view_array(array) for name, array in record.items()}
+
+
+def view_array(array: Array) -> np.ndarray:
+    """What the .npy bytes of an array hold, in place and in C order; ValueError for anything else.
+
+    Never unpickles or unzips. Only an array that was sent in another order is copied (see `decode_arrays`).
+    """
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"unknown serialisation {array.stype!r:.50}")
+    shape, fortran, dtype, start = _npy_header(array.data)
+    if dtype.hasobject:
+        raise ValueError("an array of objects")
+    size = math.prod(shape)
+    flat = np.frombuffer(array.data, dtype, size, start) if size else np.empty(0, dtype)
+    flat.flags.writeable = False
+    return np.asarray(flat.reshape(shape, order="F" if fortran else "C"), order="C")
+
+
 def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype that .npy bytes themselves claim; `np.load` would believe them, or unzip an archive."""
-    file = BytesIO(data[:NPY_HEADER_BYTES])
+    shape, _, dtype, _ = _npy_header(data)
+    return shape, dtype
+
+
+def _npy_header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    file = BytesIO(memoryview(data)[:NPY_HEADER_BYTES])
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"unknown .npy version {version}")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    return shape, dtype
+    shape, fortran, dtype = read(file)
+    return shape, fortran, dtype, file.tell()
 
 
 def reply_content(

@@ -147,17 +147,16 @@ def check_update(
 
 
 def _decode(name: str, array: Array, model: np.ndarray) -> np.ndarray:
-    """The array's values. Size and both headers, Flower's and NumPy's, are judged before the body is read."""
+    """The array's values, in place. Both headers, Flower's and NumPy's, must be the model's."""
     _check_header(name, array.shape, array.dtype, model)
     if len(array.data) > model.nbytes + wire.NPY_HEADER_BYTES:
         raise Refused(f"array '{name}' has {len(array.data)} bytes, the model's has {model.nbytes}")
     try:
         shape, dtype = wire.npy_header(array.data)
         _check_header(name, shape, str(dtype), model)
-        decoded = np.asarray(array.numpy(), order="C")  # as the model's: see `wire.decode_arrays`
+        return wire.view_array(array)
     except (ValueError, TypeError, OSError, EOFError) as error:
         raise Refused(f"array '{name}' can't be decoded: {error}") from None
-    return decoded
 
 
 def _check_header(name: str, shape: tuple[int, ...], dtype: str, model: np.ndarray) -> None:

@@ -93,6 +93,7 @@ class Collector:
         self._private = private
         self._reducer = private if private is not None else MeanReducer(model) if reduce else None
         self._clip_norms = MeanReducer({n: a for n, a in model.items() if n == wire.CLIP_NORM})
+        self._next_clip_norm: np.ndarray | None = None
         self._kept: dict[str, Message] = {}
         self._template: Message | None = None
         self._attempts: dict[int, int] = {}
@@ -110,18 +111,22 @@ class Collector:
             else:
                 assert isinstance(request, Message)
                 self._arrived(exchange, request, reply)
+            del reply  # before the next one is fetched: both may be large
         for request in exchange.missing():
             reason = f"no reply within {self._job.cohort.deadline_s:g} s"
             self._failed(None, request, "late", reason)
 
     def replies(self) -> list[Message]:
-        """What the strategy gets."""
+        """What the strategy gets; to be called once: the sums are given up for it."""
         if self._reducer is None:
             return [self._kept[name] for name in natural_order(list(self._kept))]
         if self._reducer.count == 0 and self._private is None:
             return []
         identity = Identity(self._digest, self._round, 1, "mean")
-        arrays = wire.encode_arrays(without_clip_norm(self._reducer.mean()))
+        mean = self._reducer.mean()
+        self._reducer.forget()
+        self._next_clip_norm = mean.get(wire.CLIP_NORM)
+        arrays = wire.encode_arrays(without_clip_norm(mean))
         content = wire.reply_content(identity, self._reducer.total_weight, self.tally.mean_metrics(), arrays)
         if self._private is None:
             wire.records(content, MetricRecord)[wire.METRICS][wire.NUM_UPDATES] = self._reducer.count
@@ -133,8 +138,9 @@ class Collector:
         """The next adaptive clip norm, if the job has one: what strategies don't see."""
         if wire.CLIP_NORM not in self._model:
             return {}
-        reducer = self._clip_norms if self._reducer is None else self._reducer
-        return {wire.CLIP_NORM: np.clip(reducer.mean()[wire.CLIP_NORM], *RANGE)}
+        if self._next_clip_norm is None:
+            self._next_clip_norm = self._clip_norms.mean()[wire.CLIP_NORM]
+        return {wire.CLIP_NORM: np.clip(self._next_clip_norm, *RANGE)}
 
     def _send(self, exchange: Exchange, requests: list[Message]) -> None:
         self.tally.bytes_down += _payload(requests)

@@ -8,6 +8,7 @@ privacy noise and cohorts are secret and drawn anew instead: a repeated round is
 
 import contextlib
 import errno
+import gc
 import logging
 import time
 from dataclasses import replace
@@ -51,6 +52,8 @@ from server_app.strategies import MEAN_BASED
 from server_app.strategy_state import decode_state, encode_state
 
 logger = logging.getLogger(__name__)
+LARGE_BYTES = 64 << 20
+"""A model that is worth a look for memory that could be had back."""
 STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES})
 
 
@@ -170,10 +173,12 @@ class Driver:
     def _train(self, number: int, cohort: list[str]) -> tuple[Tally, Arrays | None]:
         """Train a cohort; None instead of arrays if the round did not change the model."""
         nodes = self._connected(number, cohort, "train")
+        asked = bool(nodes) or self._noise is not None
+        requests = self._requests(number, nodes, train=True) if asked else []
         collector = self._collector(number, nodes)
-        exchange = Exchange(self._grid, self._job.cohort.deadline_s)
-        if nodes or self._noise is not None:
-            collector.run(exchange, self._requests(number, nodes, train=True))
+        if asked:
+            collector.run(Exchange(self._grid, self._job.cohort.deadline_s), requests)
+        del requests
         collector.tally.failures.update({client: "error" for client in cohort if client not in nodes})
         accepted = len(collector.tally.reports)
         if accepted < self._least_replies(cohort):
@@ -183,11 +188,17 @@ class Driver:
                 return collector.tally, None
         with self._seeded("aggregate", number):
             arrays, _ = self._strategy.aggregate_train(number, collector.replies())
+        self._collect_cycles()
         if arrays is None:
             name = self._job.server.strategy
             self._shortfall(number, collector.tally, f"strategy {name} did not aggregate {accepted} accepted updates")
             return collector.tally, None
-        return collector.tally, self._model.conform(wire.decode_arrays(arrays) | collector.clip_norm())
+        return collector.tally, self._model.conform(wire.view_arrays(arrays) | collector.clip_norm())
+
+    def _collect_cycles(self) -> None:
+        """Flower's views of a message's records are cycles (see `wire.records`) that keep what was aggregated."""
+        if sum(array.nbytes for array in self._state.arrays.values()) >= LARGE_BYTES:
+            gc.collect()
 
     def _collector(self, number: int, nodes: dict[str, int]) -> Collector:
         reduce, arrays = self._job.server.strategy in MEAN_BASED, self._state.arrays
@@ -216,6 +227,8 @@ class Driver:
         # An empty cohort is a round too: the strategy takes the model from here, and its message is dropped.
         grid = CohortGrid(self._grid, nodes.values() or [1])
         arrays: ArrayRecord = wire.encode_arrays(without_clip_norm(self._state.arrays))
+        # From here on the model and its messages share their memory.
+        self._state = replace(self._state, arrays=self._state.arrays | wire.view_arrays(arrays))
         config = Identity(self._job.digest, number, attempt=1).record()
         configure = self._strategy.configure_train if train else self._strategy.configure_evaluate
         with self._seeded("configure" if train else "configure-evaluate", number):

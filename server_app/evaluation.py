@@ -42,24 +42,32 @@ class GlobalModel:
 
     def __init__(self, job: Job, task: Task) -> None:
         self._task = task
-        self._device = default_device()
+        self._device, self._loaded = default_device(), False
         self._model = build_model(job, task).to(self._device)
         self._state = travelling_state(self._model, job.task.freeze, job.task.personal)
         self._personal = frozenset(personal_state(self._model, job.task.personal))
-        controlled = controlled_parameters(self._model, self._state) if job.is_scaffold else {}
-        controls = read_arrays({name: torch.zeros_like(p) for name, p in controlled.items()})
-        self.initial: Arrays = read_arrays(self._state) | controls | initial_clip_norm(job)
+        self._controlled = controlled_parameters(self._model, self._state) if job.is_scaffold else {}
+        self._clip_norm = initial_clip_norm(job)
+        self.dtypes = {name: array.dtype for name, array in self.initial.items()}
         self.num_parameters = sum(tensor.numel() for tensor in self._state.values())
         self._test: Examples | None = load_examples(task, job.task.name, "test") if job.evaluation.server else None
 
+    @property
+    def initial(self) -> Arrays:
+        """A copy of what a run starts from; to be had until other arrays were loaded, and not kept here."""
+        if self._loaded:
+            raise RuntimeError("the initial model has been written over")
+        controls = read_arrays({name: torch.zeros_like(p) for name, p in self._controlled.items()})
+        return read_arrays(self._state) | controls | self._clip_norm
+
     def conform(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """A strategy's result in the model's own order and dtypes (FedAdam widens to float64)."""
-        if arrays.keys() != self.initial.keys():
+        if arrays.keys() != self.dtypes.keys():
             raise JobError("the strategy returned other arrays than the model's")
         conformed = {}
-        for name, template in self.initial.items():
-            is_float = np.issubdtype(template.dtype, np.floating)
-            conformed[name] = np.asarray(arrays[name] if is_float else np.rint(arrays[name])).astype(template.dtype)
+        for name, dtype in self.dtypes.items():
+            values = arrays[name] if np.issubdtype(dtype, np.floating) else np.rint(arrays[name])
+            conformed[name] = np.asarray(values).astype(dtype, copy=False)
             if not np.isfinite(conformed[name]).all():
                 raise JobError(f"the strategy returned NaN or infinite values in '{name}': lower its learning rate")
         return conformed
@@ -81,9 +89,10 @@ class GlobalModel:
         """
         self._write(arrays)
         ours = {name: t for name, t in self._model.state_dict().items() if name not in self._personal}
-        content = safetensors.numpy.save(read_arrays(ours))
+        content = safetensors.numpy.save({name: tensor.cpu().numpy() for name, tensor in ours.items()})
         write_file(path, content)
         return hashlib.sha256(content).hexdigest()
 
     def _write(self, arrays: Arrays) -> None:
+        self._loaded = True
         write_arrays(self._state, {name: arrays[name] for name in self._state})

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 from fedplat.errors import JobError
 from fedplat.flower import error_reply
+from fedplat.polling import Patience
 from server_app.stack import DeliversStacks, KnowsItsFuture, UpdateStack
 
 Arrival = TypeVar("Arrival", Message, Message | UpdateStack)
@@ -45,6 +46,7 @@ class Exchange:
         yield from self._not_sent()
         for arrival in self._arrivals(self._grid.pull_messages):
             yield self._pending.pop(arrival.metadata.reply_to_message_id, None), arrival
+            del arrival  # whoever got it may drop it before the next one is fetched
 
     def updates(self) -> Iterator[tuple[Message | None, Message] | tuple[list[Message], UpdateStack]]:
         """Like `replies`, but a Grid that computes many clients at once may hand over whole stacks."""
@@ -64,17 +66,19 @@ class Exchange:
             yield request, error_reply(request, "the message could not be sent")
 
     def _arrivals(self, pull: Callable[[Collection[str]], Iterable[Arrival]]) -> Iterator[Arrival]:
-        poll_s = FIRST_POLL_S
+        patience = Patience(FIRST_POLL_S, LONGEST_POLL_S)
         while self._pending and not self.is_over():
             arrived = list(pull(self._pending.keys()))
             if self.is_over():
                 return
-            yield from arrived
-            poll_s = FIRST_POLL_S if arrived else min(2 * poll_s, LONGEST_POLL_S)
-            if not arrived:
+            if arrived:
+                while arrived:
+                    yield arrived.pop(0)
+                patience.restart()
+            else:
                 if isinstance(self._grid, KnowsItsFuture) and self._grid.nothing_to_come(self._pending.keys()):
                     return  # a simulated deadline need not be waited for
-                time.sleep(poll_s)
+                time.sleep(patience.pause_s())
 
     def is_over(self) -> bool:
         return time.monotonic() >= self._deadline

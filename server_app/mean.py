@@ -126,6 +126,10 @@ class MeanReducer:
             raise ValueError("mean of no updates")
         return {name: self._mean_of(name) for name in self._template}
 
+    def forget(self) -> None:
+        """Give the sums' memory back: they are up to four times as large as their mean."""
+        self._high, self._low = {}, {}
+
     def _mean_of(self, name: str) -> np.ndarray:
         shape, dtype = self._template[name]
         divisor = self.total_weight * _scale_of(dtype)

@@ -143,6 +143,11 @@ class PrivateMean:
             self._released = self._release()
         return self._released
 
+    def forget(self) -> None:
+        """Give the sum's memory back, once it is released."""
+        if self._released is not None:
+            self._sum = np.zeros(0, np.int64)
+
     def _release(self) -> Arrays:
         change = self._noisy_sum()
         change /= self._mechanism.normaliser

@@ -66,7 +66,7 @@ def _drive(
 ) -> None:
     strategy = build_strategy(job)
     model = GlobalModel(job, load_task(job))
-    require_dtypes(job, {name: str(array.dtype) for name, array in model.initial.items()})
+    require_dtypes(job, {name: str(dtype) for name, dtype in model.dtypes.items()})
     checkpoint = CheckpointStore(run.checkpoints, job.server.keep_checkpoints).latest() if resume else None
     if checkpoint is not None and checkpoint.job_digest != job.digest:
         raise UsageError(f"{run.path}: its checkpoints belong to another job than its job.toml (edited or copied?)")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FRONT = "front"
+LARGE_BUFFERS_GO_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""glibc returns buffers above this size when they are freed; else it keeps many of a model's chunks for later use."""
 SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 """nginx is where users don't look by default."""
 
@@ -42,7 +44,7 @@ def server_programs(kit: "ServerKit") -> list[Program]:
         Program("superlink", _superlink(kit), logs / "superlink.log", quiet_environment(state), folder=state),
         Program(FRONT, front_command(kit), logs / "front.log", {"PATH": SEARCH}, folder=state),
         Program("executor", [sys.executable, "-P", "-m", "fedplat", "server", "executor", str(kit.folder)],
-                logs / "executor.log", folder=state),
+                logs / "executor.log", LARGE_BUFFERS_GO_BACK, folder=state),
     ]  # fmt: skip
 
 

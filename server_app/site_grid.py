@@ -5,7 +5,8 @@ given, and one that was away for a minute gets an error made up for it while its
 answers the same request with the same bytes, free of charge, so this Grid sends again: at once when a node has
 restarted, after a while when nothing is heard, until whoever waits gives up.
 
-Strategies and driver see plain requests and replies: statements (`privacy.ledger_heads`) are added and taken off here.
+Strategies and driver see plain requests and replies: statements (`privacy.ledger_heads`) are added and taken off here,
+and contents are packed for the way (`fedplat.packing`).
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from fedplat.federation import client_name
 from fedplat.files import write_file
 from fedplat.flower import CLIENT_RAISED, node_key, now_answers, unusable_reply
 from fedplat.job import Job
+from fedplat.packing import pack, unpack
 from privacy.ledger_heads import Statement, parse_statement
 
 logger = logging.getLogger(__name__)
@@ -202,23 +204,24 @@ class SiteGrid(Grid):
             del self._asked[first]
 
     def _send(self, asked: Iterable[_Asked]) -> None:
-        peers = self._statements.record()
+        peers, due = self._statements.record(), list(asked)
         copies: dict[int, RecordDict] = {}
-        for one in asked:
+        messages = []
+        for one in due:
             request = one.request
             content = copies.get(id(request.content))
             if content is None:  # one content for the whole cohort, as the strategy made it
-                content = copies[id(request.content)] = RecordDict(dict(request.content))
-                content[wire.PEERS] = peers
+                content = copies[id(request.content)] = pack(RecordDict({**request.content, wire.PEERS: peers}))
             metadata = request.metadata
-            message = Message(content, dst_node_id=metadata.dst_node_id, message_type=metadata.message_type)
-            for message_id in self._grid.push_messages([message]):
-                if message_id:
-                    one.ids.append(message_id)
-                    one.first = one.first or message_id
+            messages.append(Message(content, dst_node_id=metadata.dst_node_id, message_type=metadata.message_type))
+        ids = list(self._grid.push_messages(messages)) or [""] * len(messages)
+        for one, message_id in zip(due, ids, strict=True):
+            if message_id:  # Flower gives none to a message that it could not push
+                one.ids.append(message_id)
+                one.first = one.first or message_id
             one.times += 1
             one.again_at = time.monotonic() + SEND_AGAIN_S * one.times
-            node = self._nodes.get(metadata.dst_node_id)
+            node = self._nodes.get(one.request.metadata.dst_node_id)
             one.activated = node.last_activated_at if node is not None else ""
 
     def _send_again(self, asked: Iterable[_Asked]) -> None:
@@ -242,6 +245,10 @@ class SiteGrid(Grid):
                 return reply
             logger.info("Flower: %s", reply.error.reason)
             return None
+        try:
+            reply.content = unpack(reply.content)
+        except ValueError as error:
+            return unusable_reply(asked.first, f"the reply can't be unpacked: {error}")
         node = self._nodes.get(asked.request.metadata.dst_node_id)
         self._statements.take(reply.content, node.name if node is not None else "")
         again, refused = reply.content.get(wire.AGAIN), reply.content.get(wire.REFUSED)

@@ -3,7 +3,8 @@
 from flwr.proto.fleet_pb2 import ActivateNodeResponse, DeactivateNodeRequest
 from google.protobuf.message import DecodeError
 
-PULL_MESSAGES = "/v1/fleet/pull-messages"
+PULL_MESSAGES, PULL_OBJECT = "/v1/fleet/pull-messages", "/v1/fleet/pull-object"
+HEARTBEAT = "/v1/fleet/send-node-heartbeat"
 ACTIVATE, DEACTIVATE = "/v1/fleet/activate-node", "/v1/fleet/deactivate-node"
 STILL_ACTIVE = 412
 """What a SuperLink answers to the activation of a node that it believes to be there."""

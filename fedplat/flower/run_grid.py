@@ -7,16 +7,27 @@ from dataclasses import dataclass, field
 
 import httpx
 from flwr.app import ConfigRecord, Message
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
 from flwr.proto.node_pb2 import NodeInfo
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
+from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
 from flwr.supercore.run import Run
 from flwr.superlink.grid import HttpGrid
 
 from fedplat.flower import require_checked_version, unusable_reply
-from fedplat.flower.tasks import GONE, RunStopped, RuntimeApi, TooLarge, fetch, patient_invoker
+from fedplat.flower.objects import TooLarge, pull_message, push_objects
+from fedplat.flower.tasks import GONE, RunStopped, RuntimeApi, patient_invoker
 from fedplat.wire import payload_bytes, records
 
 FORGET_S = 900.0
@@ -54,6 +65,19 @@ class RunGrid(HttpGrid):
         self._largest = max([self._largest, *(_weight(request) for request in requests)])
         with _while_running():
             return super().push_messages(requests)
+
+    def _try_push_messages(self, run_id: int, messages: Iterable[Message]) -> list[str]:
+        """A cohort's requests share their content: it is hashed and asked about once, and serialised part by part."""
+        objects: dict[str, InflatableObject] = {}
+        request = PushAppMessagesRequest()
+        for message in messages:
+            request.messages_list.append(message_to_proto(remove_content_from_message(message)))
+            request.message_object_trees.append(get_object_tree(message))
+            objects.update(get_all_nested_objects(message))
+        pushed = self._runtime_client.PushMessages(request)
+        push = make_push_object_fn_protobuf(self._runtime_client.PushObject, self.node, run_id, pushed.session_id)
+        push_objects(objects, set(pushed.objects_to_push), push)
+        return list(pushed.message_ids)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The first reply that is there as a whole, if any: a cohort of large models need not fit into memory.
@@ -93,10 +117,10 @@ class RunGrid(HttpGrid):
         try:
             if len(ids) > 2 * (most // CHUNK_BYTES) + MOST_PARTS:
                 raise TooLarge(f"the reply has {len(ids)} parts")
-            contents = fetch(self._runtime_client, ids, self.node, self.run.run_id, most)
-            message = inflate_object_from_contents(tree.object_id, contents)
-            if not isinstance(message, Message) or message.metadata.reply_to_message_id != asked:
-                raise TypeError("not a reply to what was asked")
+            pull = make_pull_object_fn_protobuf(self._runtime_client.PullObject, self.node, self.run.run_id)
+            message = pull_message(tree, pull, most)
+            if message.metadata.reply_to_message_id != asked:
+                raise ValueError("not a reply to what was asked")
         except httpx.HTTPError:
             raise
         except Exception as error:
@@ -105,7 +129,6 @@ class RunGrid(HttpGrid):
             self._runtime_client.ConfirmMessageReceived(
                 ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=tree.object_id)
             )
-        message.metadata.__dict__["_message_id"] = tree.object_id
         return message
 
 

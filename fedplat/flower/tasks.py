@@ -45,11 +45,7 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
 )
-from flwr.supercore.inflatable.inflatable_utils import (
-    inflate_object_from_contents,
-    pull_objects,
-    push_objects,
-)
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -64,6 +60,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedplat.errors import FedplatError
 from fedplat.files import write_file
 from fedplat.flower import require_checked_version
+from fedplat.flower.objects import pull_message, push_objects
 
 CLIENT_TASK, SERVER_TASK = "flwr-clientapp", "flwr-serverapp"
 HEARTBEAT_S = 10.0
@@ -139,32 +136,6 @@ class TaskQueue:
 
     def close(self) -> None:
         self._client.close()
-
-
-class TooLarge(FedplatError):
-    """A message is larger than what it could be about."""
-
-
-def fetch(client: RuntimeHttpClient, ids: list[str], node: Node, run_id: int, most_bytes: int) -> dict[str, bytes]:
-    """The parts of a message. One that is not there yet is asked for again soon: Flower's default is after a second."""
-    pull, room, lock = make_pull_object_fn_protobuf(client.PullObject, node, run_id), [most_bytes], threading.Lock()
-
-    def counted(object_id: str) -> bytes:
-        content = pull(object_id)
-        with lock:
-            room[0] -= len(content)
-        if room[0] < 0:
-            raise TooLarge(f"the message has more than the {most_bytes} bytes that it could have: not fetched")
-        return content
-
-    return pull_objects(
-        ids,
-        counted,
-        max_time=PATIENCE_S,
-        max_tries_per_object=None,
-        initial_backoff=0.02,
-        backoff_cap=0.5,
-    )
 
 
 class Heartbeat:
@@ -264,10 +235,13 @@ class Assignment:
         message.metadata.__dict__["_message_id"] = self.message_id
         return message
 
+    def object_tree(self) -> ObjectTree:
+        tree: ObjectTree = ObjectTree.FromString(base64.b64decode(self.tree))
+        return tree
+
     def object_ids(self) -> list[str]:
         """The parts of the message, each once."""
-        tree: ObjectTree = ObjectTree.FromString(base64.b64decode(self.tree))
-        return list(dict.fromkeys(part.object_id for part in iterate_object_tree(tree)))
+        return list(dict.fromkeys(part.object_id for part in iterate_object_tree(self.object_tree())))
 
 
 class ClientTask(Task):
@@ -312,17 +286,11 @@ class ClientTask(Task):
         ids = assignment.object_ids()
         if len(ids) > most_objects:
             raise FedplatError(f"the message has {len(ids)} parts, more than the job's model can have: not fetched")
-        node = Node(node_id=assignment.node_id)
+        pull = make_pull_object_fn_protobuf(self.client.PullObject, Node(node_id=assignment.node_id), assignment.run_id)
         try:
-            contents = fetch(self.client, ids, node, assignment.run_id, most_bytes)
-        except TooLarge:
-            raise
-        except Exception as error:  # whatever Flower raises here, the message is not to be had
+            return pull_message(assignment.object_tree(), pull, most_bytes)
+        except (ObjectPullError, httpx.HTTPError, OSError) as error:
             raise MessageLost(f"the message can't be fetched: {type(error).__name__}: {error}") from None
-        message = inflate_object_from_contents(assignment.message_id, contents)
-        assert isinstance(message, Message)
-        message.metadata.__dict__["_message_id"] = assignment.message_id
-        return message
 
     def await_message(self, assignment: Assignment) -> None:
         """Wait until the SuperNode has all of a message that we don't want, looking at one part at a time.
@@ -355,11 +323,6 @@ class ClientTask(Task):
                     message_object_trees=[get_object_tree(reply)],
                 )
             )
-            push_objects(
-                get_all_nested_objects(reply),
-                make_push_object_fn_protobuf(
-                    self.client.PushObject, node, run_id=assignment.run_id, session_id=pushed.session_id
-                ),
-                object_ids_to_push=set(pushed.objects_to_push),
-            )
+            push = make_push_object_fn_protobuf(self.client.PushObject, node, assignment.run_id, pushed.session_id)
+            push_objects(get_all_nested_objects(reply), set(pushed.objects_to_push), push)
         self.finish()

@@ -11,10 +11,21 @@ from fedplat.cli import operator, watch
 from fedplat.cli.terminal import plain
 
 HOSTILE = [
-    "[/x] refused", "[bold]accepts[/]", "[link=https://evil.example]accepts[/link]", "\x1b]0;owned\x07",
-    "\x1b[2J\x1b[1;1Haccepts", "\x9b31m", "refused\raccepts", "refused\nsite-2: accepts", "\u202estpecca",
-    "a\u2066b", "\ud800", "back\\", "\\[/]", "\x00\x7f",
-]  # fmt: skip
+    "[/x] refused",
+    "[bold]accepts[/]",
+    "[link=https://evil.example]accepts[/link]",
+    "\x1b]0;owned\x07",
+    "\x1b[2J\x1b[1;1Haccepts",
+    "\x9b31m",
+    "refused\raccepts",
+    "refused\nsite-2: accepts",
+    "\u202estpecca",
+    "a\u2066b",
+    "\ud800",
+    "back\\",
+    "\\[/]",
+    "\x00\x7f",
+]
 
 
 def shown(text: str) -> str:

@@ -3,6 +3,7 @@
 import datetime
 import ipaddress
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,11 +16,26 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 BIN = Path(sys.executable).parent
+REPOSITORY = Path(__file__).parents[2]
+PARTS = ("pyproject.toml", "README.md", "LICENSE", "fedplat", "server_app", "client_app", "privacy", "simulations")
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
+
+
+def copy_app(folder: Path) -> Path:
+    """What `flwr run` uploads: what a Flower user would have, without tests, virtual environment and runs."""
+    app = folder / "app"
+    app.mkdir()
+    for part in PARTS:
+        source = REPOSITORY / part
+        if source.is_dir():
+            shutil.copytree(source, app / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, app / part)
+    return app
 
 
 def free_port() -> int:
@@ -71,13 +87,29 @@ def write_node_key(path: Path) -> None:
 class FlowerFederation:
     """Start it, run an app on it, and end every process that it started."""
 
-    def __init__(self, folder: Path, nodes: int, node_environments: tuple[dict[str, str], ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int,
+        node_environments: tuple[dict[str, str], ...] = (),
+        *,
+        superlink_options: tuple[str, ...] = (),
+        own: dict[str, str] | None = None,
+    ) -> None:
+        """`own`: what every process finds in its environment beside the usual."""
         self._folder, self._nodes, self._node_environments = folder, nodes, node_environments
+        self._superlink_options = superlink_options
         self._port = free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
         home = folder / "home"
         home.mkdir()
-        self.environment = {**os.environ, **QUIET, "FLWR_HOME": str(home), "FEDPLAT_RUNS": str(folder / "runs")}
+        self.environment = {
+            **os.environ,
+            **(own or {}),
+            **QUIET,
+            "FLWR_HOME": str(home),
+            "FEDPLAT_RUNS": str(folder / "runs"),
+        }
         self.environment["PATH"] = f"{BIN}:{os.environ['PATH']}"
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{self._port}"\n'
@@ -88,7 +120,7 @@ class FlowerFederation:
     def __enter__(self) -> "FlowerFederation":
         self._start("superlink", "flower-superlink", "--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem",
                     "--ssl-keyfile", "server.key", "--enable-supernode-auth", "--host", "127.0.0.1",
-                    "--port", str(self._port))  # fmt: skip
+                    "--port", str(self._port), *self._superlink_options)  # fmt: skip
         self._wait_for_port()
         for number in range(self._nodes):
             write_node_key(self._folder / f"node{number}")

@@ -8,8 +8,7 @@ import pytest
 
 from fedplat.events import Evaluated, read_events
 from fedplat.rundir import list_runs
-from tests.federation.conftest import PARTS
-from tests.federation.flower_processes import FlowerFederation
+from tests.federation.flower_processes import PARTS, FlowerFederation
 
 
 def test_flwr_build_makes_an_archive_of_the_five_rooms(app: Path, tmp_path: Path):

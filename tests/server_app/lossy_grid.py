@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fedplat.flower import stamp
+from fedplat.packing import unpack
 from simulations.local_grid import FIRST_NODE_ID, LocalGrid
 
 Fate = Literal["fine", "lost", "reply lost", "late", "twice", "made-up error", "not taken"]
@@ -94,6 +95,7 @@ class LossyGrid(Grid):
         ids = []
         for message in messages:
             site = self.sites[message.metadata.dst_node_id - FIRST_NODE_ID]
+            message.content = unpack(message.content)  # as a site's agent does, before it looks
             one = Sent(site, message, self.fate(site))
             self.sent.append(one)
             if one.fate == "not taken":
