@@ -184,7 +184,7 @@ class Agent:
         if kind not in ("train", "evaluate"):
             raise UsageError(f"this site answers no '{kind:.30}' messages")
         require_hours(self._site)
-        self._statements.require_witnesses(self._roster.current)
+        self._statements.require_witnesses(self._roster.newest())
         identity, digest = read_request(message, handler.job, self._client(handler.job), handler.expected())
         return self._release(handler, identity, digest, message.content, "train" if kind == "train" else "evaluate")
 
@@ -252,7 +252,7 @@ class Agent:
             self._audit.note("roster", f"version {self._roster.current.version}")
             raise NotYet("a newer roster: this request is judged by it when it comes again")
         told = record.get("statements", [])
-        for alarm in self._statements.hear(told if isinstance(told, list) else [], self._roster.current):
+        for alarm in self._statements.hear(told if isinstance(told, list) else [], self._roster.newest()):
             self._audit.note("alarm", alarm)
 
     def _with_statement(self, content: RecordDict) -> RecordDict:

@@ -15,6 +15,7 @@ from fedplat import wire
 from fedplat.cli.operator import ready_for_sites, sign
 from fedplat.events import ClientFailed, RoundFinished, RunFinished, read_events
 from fedplat.flower.tasks import CLIENT_TASK, ClientTask, RuntimeApi, TaskQueue
+from fedplat.packing import unpack
 from fedplat.rundir import list_runs
 from fedplat.wire import Identity
 from simulations.local_federation import LocalFederation
@@ -57,7 +58,7 @@ class RogueAgent(threading.Thread):
             with ClientTask(self._api, token) as task:
                 assignment = task.pull_assignment()
                 message = task.pull_message(assignment, 10_000, 1 << 30)
-                task.answer(assignment, Message(self._answer(message.content), reply_to=message))
+                task.answer(assignment, Message(self._answer(unpack(message.content)), reply_to=message))
                 self.served += 1
 
 
