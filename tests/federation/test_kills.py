@@ -3,6 +3,7 @@
 How many kills: $FEDPLAT_KILLS (default 12, CI's share; 100 were run by hand, see docs/federation.md).
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -13,6 +14,8 @@ import pytest
 
 from client_app.audit_log import read_audit
 from fedplat.cli.operator import ready_for_sites, sign
+from fedplat.consortium.signed_job import SignedJob
+from fedplat.errors import JobError
 from fedplat.events import PrivacySpent, RoundFinished, RunFinished, read_events
 from fedplat.job import Job
 from fedplat.rundir import RunDirectory, list_runs
@@ -56,17 +59,31 @@ def drive(federation: LocalFederation, job: Job, chance: random.Random) -> tuple
     with federation.control() as control:
         control.start_run(sign(job, federation.operator))
     started, kills = time.monotonic(), 0
-    moments = sorted(chance.uniform(0.0, 12.0) for _ in range(KILLS_PER_RUN))
+    moments = sorted(chance.uniform(0.0, 6.0) for _ in range(KILLS_PER_RUN))
     while True:
         run = run_of(federation, job)
         if is_finished(run):
             assert run is not None
+            require_reported(federation, job)
             return run, kills
         if moments and time.monotonic() - started >= moments[0]:
             moments.pop(0)
             kills += kill(federation, *chance.choice(TARGETS))
         assert time.monotonic() - started < DEADLINE_S, f"no end; logs: {federation.folder}"
         time.sleep(0.05)
+
+
+def require_reported(federation: LocalFederation, job: Job) -> None:
+    """Flower says of the newest run of this job that it was completed, once whoever was killed is back."""
+    deadline, status = time.monotonic() + 90, ""
+    while time.monotonic() < deadline:
+        with contextlib.suppress(JobError), federation.control() as control:
+            mine = [run for run in control.runs() if Job.from_canonical(SignedJob.parse(run.job).job) == job]
+            status = mine[-1].status
+            if status == "finished:completed":
+                return
+        time.sleep(0.5)
+    raise AssertionError(f"the run is finished, and Flower says {status}")
 
 
 @pytest.mark.slow
