@@ -12,6 +12,7 @@ from client_app.client_level import clip_update
 from fedplat import wire
 from fedplat.privacy_section import AdaptiveClip
 from privacy.banded import BandedNoise, toeplitz_coefficients
+from privacy.clip_norm import RANGE
 from privacy.gaussian import grid_of
 from privacy.randomness import insecure_stream, secure_stream
 from server_app.private_mean import GRID_BITS, MAX_UPDATES, Mechanism, PrivateMean
