@@ -173,7 +173,7 @@ class ProcessWatch:
         if self._mark not in (process / "environ").read_bytes():
             return False
         words = (process / "cmdline").read_bytes().split(b"\0")  # a child is its parent until it has its own program
-        names = {word.decode(errors="replace").rpartition("/")[2] for word in words[:5]}
+        names = {word.decode(errors="replace").rpartition("/")[2] for word in words[:6]}
         self._names[number] = next((name for name, program in self._programs.items() if program in names), None)
         return True
 
