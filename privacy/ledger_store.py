@@ -15,9 +15,8 @@ from dp_accounting import DpEvent
 from sqlalchemy import ColumnElement, Connection, Select, func, select
 from sqlalchemy.dialects.sqlite import insert
 
-from fedplat import canonical
 from fedplat.errors import UsageError, unknown_name
-from privacy.events import event_from_json, event_to_json
+from privacy.events import event_from_json, event_key
 from privacy.ledger_account import Book, Outcome, ReleaseIdentity, Tallies, Totals, advance
 from privacy.ledger_chain import LEDGER, NOTHING, Entry, make_entry, read_entry, tampered
 from privacy.ledger_counter import Head, LedgerTampered
@@ -173,7 +172,7 @@ class Transaction:
     def event(self, event: DpEvent) -> tuple[str, str]:
         """Digest and canonical JSON of an event, which will be stored once."""
         if id(event) not in self._digests:
-            text = canonical.dumps(event_to_json(event))
+            text = event_key(event)
             self._digests[id(event)] = digest = hashlib.sha256(text.encode()).hexdigest()
             self._events[digest] = text
         digest = self._digests[id(event)]
